@@ -125,8 +125,9 @@ async def _real(
     slo = slo_for(profile, spec)
     sent = LoadOptions(profile.vocab_size, DEADLINE_S, answers, seed=seed, system=spec.name)
     async with AsyncClient(endpoint) as client:
+        roles = {worker.name: worker.role.value for worker in (await client.status()).view.workers}
         run = await drive_cluster(client, requested, sent)
-    return record.recorded(run, dict(figures(run, slo).phases_s), load, slo, requested, kind)
+    return record.recorded(run, dict(figures(run, slo).phases_s), load, slo, requested, kind, roles)
 
 
 _tell = partial(click.echo, err=True)

@@ -52,7 +52,7 @@ def compare(real: RealRun, profile: ClusterProfile) -> Comparison:
     Neither side gets the SLO: an engine with an SLO sizes chunks by predicted step times.
     """
     spec = SYSTEMS[real.system]
-    options = RunOptions(seed=real.seed, system=real.system, environment=environment_of(profile))
+    options = RunOptions(seed=real.seed, system=real.system, environment=environment_of(profile), roles=real.roles)
     simulated = simulate(spec, measured_models(profile, spec), real.workload, options)
     return compared(real, simulated)
 

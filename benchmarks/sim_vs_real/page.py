@@ -72,9 +72,7 @@ def _where(profiles: Mapping[str, ClusterProfile]) -> str:
         fits = ", ".join(
             f"{pool.pool} {pool.error.median:.1%} (maximum {pool.error.greatest:.1%})" for pool in profile.pools
         )
-        slowdowns = (
-            ", ".join(f"{each.pool} beside {each.other} {each.ratio:.2f}" for each in profile.neighbours) or "none"
-        )
+        slowdowns = ", ".join(f"{each} {each.ratio:.2f}" for each in profile.neighbours) or "none"
         lines.append(
             f"- {name}: {profile.model}, profiled {profile.date[:10]} on {profile.machine} ({profile.versions}); "
             f"median error of the fit on held-out steps: {fits}; slowdown by neighbors: {slowdowns}; "

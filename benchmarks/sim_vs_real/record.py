@@ -1,6 +1,6 @@
 """Recorded real runs, stored beside this file, so that simulations can be compared with them again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.offline.scoring.records import RequestOutcome, Run, Served
@@ -51,6 +51,9 @@ class RealRun:
     notes: tuple[str, ...] = ()
     kind: str = "chat"
     block_tokens: int = 512
+    roles: dict[str, str] = field(
+        default_factory=dict
+    )  # at its start: earlier runs may have changed them
 
     @property
     def name(self) -> str:
@@ -112,7 +115,13 @@ def spread(at_s: float, ttft_s: float, total_s: float, count: int) -> tuple[floa
 
 
 def recorded(
-    run: Run, phases_s: dict[str, float], load: float, slo: SLO, sent: Workload | None = None, kind: str = "chat"
+    run: Run,
+    phases_s: dict[str, float],
+    load: float,
+    slo: SLO,
+    sent: Workload | None = None,
+    kind: str = "chat",
+    roles: dict[str, str] | None = None,
 ) -> RealRun:
     """Record a run, rounded to 0.1 ms. `sent`: its requests, for the prefixes that their prompts share and the answers
     that they ask for.
@@ -134,7 +143,7 @@ def recorded(
         for each in run.served
     )
     size = sent.block_tokens if sent else 512
-    return RealRun(run.system, load, run.seed, slo, seen, phases_s, run.notes, kind, size)
+    return RealRun(run.system, load, run.seed, slo, seen, phases_s, run.notes, kind, size, roles or {})
 
 
 def load(file: Path = FILE) -> Recorded:

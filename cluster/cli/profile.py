@@ -71,8 +71,9 @@ def _show(found: "ClusterProfile") -> None:
     screen.print(f"cluster {found.cluster}, model {found.model}; {found.machine}", markup=False)
     for pool in found.pools:
         cost, error = pool.cost, pool.error
+        weights = f", at least {cost.weights_s * 1e3:.2f} ms for its tokens" if cost.weights_s else ""
         screen.print(
-            f"{pool.pool}: step {cost.step_s * 1e3:.2f} ms, + {cost.prefill_token_s * 1e3:.3f} ms per prompt token, "
+            f"{pool.pool}: step {cost.step_s * 1e3:.2f} ms{weights}, + {cost.prefill_token_s * 1e3:.3f} ms per prompt token, "
             f"+ {cost.decode_row_s * 1e3:.3f} ms per decode, + {cost.decode_context_s * 1e6:.2f} us per context token; "
             f"error on {error.points} held-out steps: median {error.median:.1%}, maximum {error.greatest:.1%}; "
             f"gap between steps {pool.gap_s * 1e3:.2f} ms, call {pool.call_s * 1e3:.2f} ms",
@@ -82,4 +83,4 @@ def _show(found: "ClusterProfile") -> None:
         speed = f"{link.bytes_per_s / 1e9:.2f} GB/s, {link.latency_s * 1e6:.0f} us"
         screen.print(f"{link.owner} -> {link.reader}: {link.transport}, {speed}", markup=False)
     for each in found.neighbours:
-        screen.print(f"{each.pool} beside {each.other}: steps take {each.ratio:.2f} times as long", markup=False)
+        screen.print(f"{each}: steps take {each.ratio:.2f} times as long", markup=False)

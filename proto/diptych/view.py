@@ -164,6 +164,8 @@ class WorkerStats(Struct, frozen=True, gc=False):
     device_lent_tokens: int = 0  # as `TierStats.lent_tokens`, from the device
     non_finite: int = 0  # requests that ended because their logits were NaN or infinite
     adapters: tuple[str, ...] = ()  # ids of those in its memory
+    decode_ratio: float = 1.0  # learned: of the time of decodes to that by the costs of its pool
+    prompt_ratio: float = 1.0  # the same of prompts
 
     @property
     def used_blocks(self) -> int:

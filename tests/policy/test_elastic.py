@@ -223,6 +223,16 @@ def test_a_calm_cluster_changes_nothing_and_neither_does_an_idle_one() -> None:
     assert not Cluster(spec()).run(60, None)
 
 
+def test_steps_that_take_longer_than_their_costs_say_are_believed() -> None:
+    """PROMPTS changes roles where steps take as long as configured; where they take a tenth, no phase is short."""
+    fast = Cluster(spec())
+    fast.workers = {
+        name: structs.replace(each, stats=structs.replace(each.stats, decode_ratio=0.1, prompt_ratio=0.1))
+        for name, each in fast.workers.items()
+    }
+    assert Cluster(spec()).run(60, PROMPTS) and not fast.run(60, PROMPTS)
+
+
 def test_a_change_waits_for_dwell_and_cooldown() -> None:
     mild = replace(ANSWERS, rate=3.6)
     assert CALM < shares(split(3, 3), mild).worst < 1.0

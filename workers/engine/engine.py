@@ -108,7 +108,7 @@ class Engine:
             vocab_size=vocab_size,
             depth=depth,
         )
-        self._stats = EngineStats(*parts, self._stores, self._sequences)
+        self._stats = EngineStats(*parts, self._stores, self._sequences, self._estimate)
         self._catch_up: Callable[[bool], object] | None = None
 
     @property

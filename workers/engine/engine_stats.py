@@ -8,6 +8,7 @@ from msgspec import structs
 
 from workers.engine.blocks import BlockPool
 from workers.engine.cache_hits import DEVICE, FETCHED, HOST
+from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.loans import LoanBook
 from workers.engine.scheduler import Scheduler
@@ -28,6 +29,7 @@ class EngineStats:
         loans: LoanBook,
         stores: Items[StoreTier],
         sequences: SequenceBook,
+        estimate: StepEstimate,
     ) -> None:
         self._pool = pool
         self._scheduler = scheduler
@@ -35,6 +37,7 @@ class EngineStats:
         self._loans = loans
         self._stores = stores
         self._sequences = sequences
+        self._estimate = estimate
         self._step_s = 0.0
         self._known: WorkerStats | None = None  # nothing has changed since but what decode steps change
 
@@ -59,6 +62,8 @@ class EngineStats:
                 steps=self._scheduler.steps,
                 step_s=self._step_s,
                 cache_number=pool.log.number,
+                decode_ratio=self._estimate.ratios[0],
+                prompt_ratio=self._estimate.ratios[1],
                 **given,
             )
         self._known = known
@@ -98,6 +103,8 @@ class EngineStats:
             device_lent_tokens=self._leases.lent_tokens.get(DEVICE, 0),
             tiers=self._tiers(),
             non_finite=self._sequences.non_finite,
+            decode_ratio=self._estimate.ratios[0],
+            prompt_ratio=self._estimate.ratios[1],
             **given,
         )
 

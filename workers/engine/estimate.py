@@ -4,10 +4,9 @@ Pure: seconds are arguments; it reads no clock.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
-from workers.costs import CostModel
+from workers.costs import CorrectedCost, CostModel
 from workers.engine.step import StepPlan
 
 _USUAL_PROMPT = 512  # tokens
@@ -55,38 +54,6 @@ def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
     work_s = (stages - 1) * num_tokens * (cost.prefill_seconds(usual) - fixed_s) / max(usual, 1)
     parts = stages if work_s >= stages * stages * fixed_s else max(1, round(math.sqrt(work_s / fixed_s)))
     return math.ceil(num_tokens / parts)
-
-
-@dataclass(frozen=True, slots=True)
-class CorrectedCost(CostModel):
-    """Decodes and a step's fixed cost take `decode` times as long as in the `given` model; prompts `prompt` times."""
-
-    given: CostModel
-    decode: float
-    prompt: float
-    transfer_latency_s: float
-    transfer_byte_s: float
-    swap_byte_s: float
-
-    def mixed_seconds(self, chunks: Iterable[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        return self.prompt * self.given.mixed_seconds(chunks, batch, context_tokens) + self._more(batch, context_tokens)
-
-    def _more(self, batch: int, context_tokens: int) -> float:
-        return (self.decode - self.prompt) * self.given.decode_seconds(batch, context_tokens)
-
-    def prompt_tokens_within(
-        self,
-        seconds: float,
-        cached_tokens: int = 0,
-        chunks: Sequence[tuple[int, int]] = (),
-        batch: int = 0,
-        context_tokens: int = 0,
-    ) -> int:
-        given_s = (seconds - self._more(batch, context_tokens)) / self.prompt
-        return self.given.prompt_tokens_within(given_s, cached_tokens, chunks, batch, context_tokens)
-
-    def scaled(self, ratio: float) -> "CorrectedCost":
-        return replace(self, decode=ratio * self.decode, prompt=ratio * self.prompt)
 
 
 class StepEstimate:
@@ -143,9 +110,12 @@ class StepEstimate:
         self._decode_variance += _DRIFT * decode_share - decode * decode / variance
         self._prompt_variance += _DRIFT * prompt_share - prompt * prompt / variance
         self._covariance -= decode * prompt / variance
-        given = self._given
-        transfers = given.transfer_latency_s, given.transfer_byte_s, given.swap_byte_s
-        self.cost = CorrectedCost(given, self._decode, self._prompt, *transfers)
+        self.cost = CorrectedCost.of(self._given, self._decode, self._prompt)
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Of decodes and of prompts to the given model, in hundredths."""
+        return round(self._decode, 2), round(self._prompt, 2)
 
     def prompt_seconds(self, num_tokens: int, num_cached: int) -> float:
         """Predicted seconds of a prompt in steps shared with other sequences, as recent prompts were."""

@@ -50,9 +50,8 @@ def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, .
 
 
 IDLE_S = 1.0  # as idle as the worker that computes the single requests of a profile, one after the other
-Pace = Callable[
-    [float], Awaitable[float]
-]  # waits for a step that takes this long on an idle device; returns the seconds it took
+# Waits for a step that takes this long on an idle device, with prompts or not; returns the seconds it took.
+Pace = Callable[[float, bool], Awaitable[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +175,23 @@ class ModelledExecutor:
     def _execute(self, plan: StepPlan, seconds: float) -> Awaitable[StepResult]:
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
-        if begin_s > self._last_s + IDLE_S and any(len(chunk.tokens) > 1 for chunk in plan.chunks):
+        has_prompts = any(len(chunk.tokens) > 1 for chunk in plan.chunks)
+        if begin_s > self._last_s + IDLE_S and has_prompts:
             seconds *= self._model.idle_ratio
         seconds += self._lender.take_lent()
         if num_swapped := len(plan.swap_out) + len(plan.swap_in):
             seconds += num_swapped * self._region.layout.block_bytes * self._cost.swap_byte_s
         if self._model.pace is not None:
-            return self._paced(self._model.pace, plan, begin_s, seconds)
+            return self._paced(self._model.pace, plan, begin_s, seconds, has_prompts)
         end_s = self._through_stages(begin_s, seconds / self.depth)
         step = _Running(plan, begin_s, end_s, seconds, loop.create_future())
         self._running.append(step)
         loop.call_at(end_s, self._end_oldest)  # plans that end at the same time still end in order
         return step.result
 
-    async def _paced(self, pace: Pace, plan: StepPlan, begin_s: float, seconds: float) -> StepResult:
+    async def _paced(self, pace: Pace, plan: StepPlan, begin_s: float, seconds: float, has_prompts: bool) -> StepResult:
         async with self._order:
-            seconds = await pace(seconds)
+            seconds = await pace(seconds, has_prompts)
         return self._compute(plan, begin_s, asyncio.get_running_loop().time(), seconds)
 
     def _execute_decodes(self, plan: StepPlan, count: int, last: Callable[[], StepPlan]) -> RunningDecodes:

@@ -65,11 +65,20 @@ class LinkProfile:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Steps of `pool` take `ratio` times as long while a worker of `other` computes on the same machine."""
+    """Steps of `pool` take `ratio` times as long while a worker of `other` computes on the same machine.
+
+    `phase`, `other_phase`: "prefill" or "decode", what their steps do; empty: either.
+    """
 
     pool: str
     other: str
     ratio: float
+    phase: str = ""
+    other_phase: str = ""
+
+    def __str__(self) -> str:
+        one, other = f"{self.pool} {self.phase}".rstrip(), f"{self.other} {self.other_phase}".rstrip()
+        return f"{one} beside {other}"
 
     def __post_init__(self) -> None:
         _check_non_negative(self)

@@ -176,7 +176,8 @@ def attained(running: RunningCluster, arrangement: Arrangement) -> Attainment:
 
     profile = running.profile
     ratio = max((each.ratio for each in profile.neighbours), default=0.0)
-    slowdown = {(one.value, two.value): ratio for one, two in product(Role, Role)} if ratio else None
+    loads = [(role.value, has_prompts) for role in Role for has_prompts in (True, False)]
+    slowdown = dict.fromkeys(product(loads, loads), ratio) if ratio else None
     options = RunOptions(slo=running.slo, environment=Environment(slowdown, profile.door_s))
     run = simulate(_spec(running, arrangement), _models(running, arrangement), running.load, options)
     return attainment(run, running.slo)

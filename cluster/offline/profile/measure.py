@@ -40,12 +40,11 @@ async def measure(client: AsyncClient, on_progress: OnProgress, rounds: int = RO
     for worker in workers:
         steps = await measure_steps(client, worker.name, rounds, partial(on_progress, f"steps of {worker.name}"))
         pools.append(_pool(worker, steps, overhead))
-    neighbours = []
+    neighbours: list[Neighbours] = []
     for one, other in _neighbours(view):
         on_progress(f"{one.name} beside {other.name}", 0, None)
         linked = view.linked(one.name, other.name)
-        ratios = await measure_slowdown(client, one, other, linked, view.model.vocab_size)
-        neighbours += [Neighbours(one.pool, other.pool, ratios[0]), Neighbours(other.pool, one.pool, ratios[1])]
+        neighbours += await measure_slowdown(client, one, other, linked, view.model.vocab_size)
     return ClusterProfile(
         cluster=view.name,
         model=view.model.name,
@@ -112,8 +111,9 @@ def _links(view: ClusterView) -> Iterator[LinkProfile]:
 
 def _worst(found: list[Neighbours]) -> Iterator[Neighbours]:
     """Two workers of one pool give two ratios; keep the larger."""
-    worst: dict[tuple[str, str], Neighbours] = {}
+    worst: dict[tuple[str, ...], Neighbours] = {}
     for each in found:
-        known = worst.get((each.pool, each.other))
-        worst[each.pool, each.other] = each if known is None else replace(each, ratio=max(each.ratio, known.ratio))
+        key = (each.pool, each.other, each.phase, each.other_phase)
+        known = worst.get(key)
+        worst[key] = each if known is None else replace(each, ratio=max(each.ratio, known.ratio))
     yield from worst.values()

@@ -1,13 +1,14 @@
 """How much workers on one machine slow each other down, since they share memory, caches and cores.
 
 A prefill worker is measured beside a decode worker that answers requests, so that the work of sending tokens counts;
-any other two are measured beside each other's steps. Knows the client; knows no engine.
+any other two are measured beside each other's steps, mixed workers in both phases. Knows the client; knows no engine.
 """
 
 import asyncio
 import random
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from statistics import median
 
 from cluster.offline.profile.overhead import PROMPT_TOKENS, TimedAnswer, mean_gap_s, random_prompt, stream_answer
@@ -16,30 +17,44 @@ from cluster.spec import Role
 from diptych.client import AsyncClient
 from diptych.shapes import Shape
 from diptych.view import WorkerView
+from workers.profiles.measured import Neighbours
 from workers.profiles.profile_errors import ProfileError
 from workers.request import MOST_REPEATS as REPEATS_LIMIT
 
 ANSWERS, ANSWER_TOKENS = 4, 240
+BESIDE_S = 4.0
 FIRST_TOKENS, BASELINE_TOKENS = 8, 48  # of each answer: while others start; and before the prefill worker starts
 
 
 async def measure_slowdown(
     client: AsyncClient, one: WorkerView, other: WorkerView, linked: bool, vocab_size: int
-) -> tuple[float, float]:
-    """The factor by which steps of each take longer while the other computes. `linked`: KV goes from one to the other.
+) -> list[Neighbours]:
+    """The factors by which steps of each take longer while the other computes. `linked`: KV goes from one to the other.
 
     Raises `DiptychError`, and `ProfileError` when the cluster is busy.
     """
     answer_tokens = min(ANSWER_TOKENS, other.capacity_tokens - PROMPT_TOKENS)
     if linked and one.role is Role.PREFILL and other.role is Role.DECODE and answer_tokens > 2 * BASELINE_TOKENS:
-        return await _beside_answers(client, one, answer_tokens, vocab_size)
-    return await _beside_steps(client, one, other)
+        ratio, ratio_of_other = await _beside_answers(client, one, answer_tokens, vocab_size)
+        return [Neighbours(one.pool, other.pool, ratio), Neighbours(other.pool, one.pool, ratio_of_other)]
+    found = []
+    for phase, other_phase in product(_phases(one), _phases(other)):
+        if one.pool == other.pool and phase > other_phase:
+            continue  # the same two steps as the other way round
+        ratio, ratio_of_other = await _beside_steps(client, (one, phase), (other, other_phase))
+        found.append(Neighbours(one.pool, other.pool, ratio, phase, other_phase))
+        found.append(Neighbours(other.pool, one.pool, ratio_of_other, other_phase, phase))
+    return found
+
+
+def _phases(worker: WorkerView) -> tuple[str, ...]:
+    return ("decode", "prefill") if worker.role is Role.MIXED else (worker.role.value,)
 
 
 async def _beside_answers(
     client: AsyncClient, prefill: WorkerView, num_tokens: int, vocab_size: int
 ) -> tuple[float, float]:
-    load = await _load(client, prefill)
+    load = await _load(client, prefill, "prefill")
     alone = await _step_seconds(client, prefill, load, MAX_REPEATS)
     source = random.Random(ANSWERS)
     answers = [TimedAnswer() for _ in range(ANSWERS)]
@@ -79,16 +94,19 @@ async def _answer(
         ready.set()
 
 
-async def _beside_steps(client: AsyncClient, one: WorkerView, other: WorkerView) -> tuple[float, float]:
-    steps = [partial(_step_seconds, client, worker, await _load(client, worker)) for worker in (one, other)]
+async def _beside_steps(client: AsyncClient, *both: tuple[WorkerView, str]) -> tuple[float, float]:
+    """Of two workers, each in a phase, whose steps run side by side for about `BESIDE_S`."""
+    loads = [await _load(client, *each) for each in both]
+    steps = [partial(_step_seconds, client, worker, load) for (worker, _), load in zip(both, loads, strict=True)]
     before = [await seconds(MAX_REPEATS) for seconds in steps]
-    both = await asyncio.gather(*(seconds(REPEATS_LIMIT) for seconds in steps))
+    counts = [max(1, min(REPEATS_LIMIT, round(BESIDE_S / max(median(alone), 1e-9)))) for alone in before]
+    together = await asyncio.gather(*(seconds(count) for seconds, count in zip(steps, counts, strict=True)))
     after = [await seconds(MAX_REPEATS) for seconds in steps]
-    first, second = (
-        max(1.0, median(together) / median((*sooner, *later)))
-        for together, sooner, later in zip(both, before, after, strict=True)
+    one, other = (
+        max(1.0, median(beside) / median((*sooner, *later)))  # below 1 is noise
+        for beside, sooner, later in zip(together, before, after, strict=True)
     )
-    return first, second
+    return one, other
 
 
 async def _step_seconds(client: AsyncClient, worker: WorkerView, load: Shape, repeats: int) -> Sequence[float]:
@@ -98,9 +116,9 @@ async def _step_seconds(client: AsyncClient, worker: WorkerView, load: Shape, re
     return timings.seconds
 
 
-async def _load(client: AsyncClient, worker: WorkerView) -> Shape:
-    """A step that a worker of this role runs most of the time."""
-    wanted = (*PREFILL_LOAD, *DECODE_LOAD) if worker.role is Role.PREFILL else (*DECODE_LOAD, *PREFILL_LOAD)
+async def _load(client: AsyncClient, worker: WorkerView, phase: str) -> Shape:
+    """A step that a worker runs most of the time in this phase."""
+    wanted = (*PREFILL_LOAD, *DECODE_LOAD) if phase == "prefill" else (*DECODE_LOAD, *PREFILL_LOAD)
     for shape in wanted:
         if await measured(client, worker.name, shape, 1):
             return shape

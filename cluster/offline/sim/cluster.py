@@ -13,7 +13,7 @@ from cluster.frontend.context import GatewayContext
 from cluster.offline.scoring.records import StepRecord, WorkerRecord
 from cluster.offline.sim.case import PoolModel as PoolModel
 from cluster.offline.sim.environment import RemoteWorker, SharedMachine, Slowdown
-from cluster.runtime.interface import WorkerHandle, WorkerOrder
+from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.serving import serve
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
@@ -173,6 +173,7 @@ class SimCluster:
     spec: ClusterSpec
     runtime: SimRuntime
     dispatchers: list[Dispatcher]
+    controller: ServiceHandle
 
 
 def virtual(spec: ClusterSpec, models: Mapping[str, PoolModel]) -> ClusterSpec:
@@ -210,7 +211,7 @@ async def open_cluster(
         scaling_policy=environment.scaling_policy,
     )
     try:
-        yield SimCluster(spec, runtime, dispatchers)
+        yield SimCluster(spec, runtime, dispatchers, serving.controller)
     finally:
         await serving.close()
 

@@ -15,12 +15,13 @@ from cluster.runtime.interface import WorkerHandle, WorkerStub
 from workers.request import Bundle, LateReader
 from workers.stats import WorkerStats
 
-Slowdown = Mapping[tuple[str, str], float]  # (pool, other pool) -> factor on steps of one while the other computes
+Load = tuple[str, bool]  # a worker's pool, and whether its step has prompts
+Slowdown = Mapping[tuple[Load, Load], float]  # (one, other) -> factor on steps of one while the other runs
 
 
 @dataclass(slots=True)
 class _Step:
-    pool: str
+    load: Load
     left_s: float  # if it had the machine to itself
     done: "asyncio.Future[None]"
     rate: float = 1.0
@@ -35,11 +36,11 @@ class SharedMachine:
         self._updated_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def spend(self, pool: str, seconds: float) -> float:
+    async def spend(self, pool: str, seconds: float, has_prompts: bool) -> float:
         """Wait for a step that takes `seconds` alone. Returns how long it took beside the others."""
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
-        step = _Step(pool, seconds, loop.create_future())
+        step = _Step((pool, has_prompts), seconds, loop.create_future())
         self._advance(begin_s)
         self._steps.append(step)
         self._plan(begin_s)
@@ -62,7 +63,7 @@ class SharedMachine:
         """Set the rate of every step, and a timer for the first one that ends."""
         for step in self._steps:
             step.rate = 1 / max(
-                (self._slowdown.get((step.pool, other.pool), 1.0) for other in self._steps if other is not step),
+                (self._slowdown.get((step.load, other.load), 1.0) for other in self._steps if other is not step),
                 default=1.0,
             )
         if self._timer is not None:

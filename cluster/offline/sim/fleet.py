@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cluster.offline.sim.cluster import Environment
     from workers.profiles.measured import ClusterProfile
 
+_HAS_PROMPTS = {"prefill": (True,), "decode": (False,), "": (True, False)}  # of steps, by the phase of `Neighbours`
 MAX_RUNNING = 256  # sequences of one worker; vLLM's default
 
 
@@ -131,5 +132,10 @@ def environment_of(profile: "ClusterProfile") -> "Environment":
     """All measured workers share one machine, if any two of them were measured side by side."""
     from cluster.offline.sim.cluster import Environment
 
-    slowdown = {(each.pool, each.other): each.ratio for each in profile.neighbours}
+    slowdown = {
+        ((each.pool, has_prompts), (each.other, other_has_prompts)): each.ratio
+        for each in profile.neighbours
+        for has_prompts in _HAS_PROMPTS[each.phase]
+        for other_has_prompts in _HAS_PROMPTS[each.other_phase]
+    }
     return Environment(slowdown or None, profile.door_s)

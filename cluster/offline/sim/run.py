@@ -25,7 +25,7 @@ from cluster.offline.sim.cluster import (
 )
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.prompts import request
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, Role
 from workers.request import SLO
 from workers.stats import WorkerStats
 
@@ -44,7 +44,7 @@ class RunOptions:
     """`trace`: record every step. `until_s`: end the run this long after the first arrival.
 
     `max_missed`: end it as soon as more requests than this can no longer meet `slo`; `min_met`: as soon as this many
-    have ended and met it.
+    have ended and met it. `roles`: by worker, at the first arrival; those of their pools otherwise.
     """
 
     seed: int = 0
@@ -55,6 +55,7 @@ class RunOptions:
     system: str = ""
     environment: Environment = DEFAULT_ENVIRONMENT
     min_met: int | None = None
+    roles: Mapping[str, str] = field(default_factory=dict)
 
 
 def simulate(
@@ -75,6 +76,8 @@ def simulate(
 async def _simulate(spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: RunOptions) -> Run:
     begun = time.perf_counter()
     async with open_cluster(spec, models, options.environment, trace=options.trace) as cluster:
+        for worker, role in options.roles.items():
+            await cluster.controller.call("flip", worker, Role(role))
         load = _Load(cluster, models, workload, options)
         await load.run()
         await _settle(cluster)

@@ -14,17 +14,19 @@ slowly, Narwhal uses hysteresis.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from statistics import median
 
 from cluster.policy.scaling.balance import Group, Mix, Shares, shares
 from cluster.policy.scaling.load_report import LoadReport
 from cluster.policy.scaling.offered_load import MIN_REQUESTS, OfferedLoad
 from cluster.policy.scaling.role_gain import gain
 from cluster.spec import ClusterSpec, PoolSpec, Role
-from diptych.view import ClusterView, Decision, WorkerState, WorkerView
-from workers.costs import LinearCost
+from diptych.view import ClusterView, Decision, WorkerState, WorkerStats, WorkerView
+from workers.costs import CorrectedCost, CostModel, LinearCost
 
 CALM = 0.75  # share of full load below which no role changes
 STEP_BACK = 1.1  # factor by which the first of several changes may raise the worst share
@@ -92,19 +94,22 @@ class Elastic:
         """The ready workers of each pool by role; an empty group for each role that a pool's workers could take."""
         counts: dict[tuple[str, Role], int] = {(pool, role): 0 for pool in self._pools for role in Role}
         kv_tokens: dict[str, int] = {}
+        learned: defaultdict[str, list[WorkerStats]] = defaultdict(list)
         for worker in _ready(view):
             counts[worker.pool, worker.role] += 1
             size = self._pools[worker.pool].engine.block_size
             kv_tokens[worker.pool] = worker.stats.total_blocks * size
+            learned[worker.pool].append(worker.stats)
+        costs = {pool: _cost(self._pools[pool], found) for pool, found in learned.items()}
         return [
-            self._group(self._pools[pool], role, count, kv_tokens[pool])
+            self._group(self._pools[pool], role, count, kv_tokens[pool], costs[pool])
             for (pool, role), count in counts.items()
             if pool in kv_tokens
         ]
 
     @staticmethod
-    def _group(pool: PoolSpec, role: Role, count: int, kv_tokens: int) -> Group:
-        return Group(pool.name, role, count, pool.cost or LinearCost(), kv_tokens, pool.engine.max_running)
+    def _group(pool: PoolSpec, role: Role, count: int, kv_tokens: int, cost: CostModel) -> Group:
+        return Group(pool.name, role, count, cost, kv_tokens, pool.engine.max_running)
 
     # ---- possible changes --------------------------------------------------------------------------------------
 
@@ -218,6 +223,12 @@ class Elastic:
 
 def _ready(view: ClusterView) -> list[WorkerView]:
     return [worker for worker in view.workers if worker.state is WorkerState.READY]
+
+
+def _cost(pool: PoolSpec, workers: Sequence[WorkerStats]) -> CostModel:
+    """The pool's cost model, corrected by the median of what its workers have learned."""
+    decode = median(stats.decode_ratio for stats in workers)
+    return CorrectedCost.of(pool.cost or LinearCost(), decode, median(stats.prompt_ratio for stats in workers))
 
 
 def _by_kind(groups: Sequence[Group]) -> list[list[Group]]:

@@ -44,7 +44,7 @@ def test_steps_that_wait_for_the_weights_are_found(token_s: float, tokens: int, 
 
 
 def test_a_decode_costs_at_least_its_token_where_weights_are_given() -> None:
-    with pytest.raises(ValueError, match="decode_row_s is 0.001.*at least prefill_token_s"):
+    with pytest.raises(ValueError, match=r"decode_row_s is 0.001.*at least prefill_token_s"):
         LinearCost(0.004, 0.002, decode_row_s=0.001, weights_s=0.01)
 
 

@@ -18,12 +18,15 @@ def spent(slowdown: dict[tuple[str, str], float], steps: list[tuple[float, str, 
     """Each step's duration and end; steps are (begin, pool, seconds alone)."""
 
     async def main() -> list[tuple[float, float]]:
-        machine = SharedMachine(slowdown)
+        kinds = (True, False)
+        machine = SharedMachine(
+            {((one, p), (other, q)): ratio for (one, other), ratio in slowdown.items() for p in kinds for q in kinds}
+        )
         loop = asyncio.get_running_loop()
 
         async def one(begin_s: float, pool: str, seconds: float) -> tuple[float, float]:
             await asyncio.sleep(begin_s)
-            return await machine.spend(pool, seconds), loop.time()
+            return await machine.spend(pool, seconds, seconds > 0.5), loop.time()
 
         return await asyncio.gather(*(one(*step) for step in steps))
 
@@ -56,10 +59,10 @@ def test_no_step_is_faster_than_alone_or_slower_than_always_disturbed(
 
 def test_a_cancelled_step_slows_no_other_step() -> None:
     async def main() -> float:
-        machine = SharedMachine({("a", "b"): 2.0, ("b", "a"): 2.0})
-        other = asyncio.create_task(machine.spend("b", 100.0))
+        machine = SharedMachine({(("a", True), ("b", False)): 2.0, (("b", False), ("a", True)): 2.0})
+        other = asyncio.create_task(machine.spend("b", 100.0, False))
         asyncio.get_running_loop().call_later(1.0, other.cancel)
-        return await machine.spend("a", 1.0)
+        return await machine.spend("a", 1.0, True)
 
     assert run(main()) == pytest.approx(1.5)
 
@@ -76,7 +79,8 @@ def test_calls_and_the_frontend_delay_the_first_token_but_no_later_one() -> None
 
 def test_a_shared_machine_slows_decode_while_prompts_are_computed() -> None:
     spec, load = split(), steady(30, 0.03, prompt=400, output=20)
-    slowdown = {("prefill", "decode"): 1.5, ("decode", "prefill"): 1.5}
+    prefill, decode = ("prefill", True), ("decode", False)
+    slowdown = {(prefill, decode): 1.5, (decode, prefill): 1.5}
     alone, shared = (
         simulate(spec, models(spec), load, RunOptions(environment=Environment(slowdown=each)))
         for each in (None, slowdown)
