@@ -73,7 +73,8 @@ def _show(found: "ClusterProfile") -> None:
         cost, error = pool.cost, pool.error
         weights = f", at least {cost.weights_s * 1e3:.2f} ms for its tokens" if cost.weights_s else ""
         screen.print(
-            f"{pool.pool}: step {cost.step_s * 1e3:.2f} ms{weights}, + {cost.prefill_token_s * 1e3:.3f} ms per prompt token, "
+            f"{pool.pool}: step {cost.step_s * 1e3:.2f} ms{weights}, "
+            f"+ {cost.prefill_token_s * 1e3:.3f} ms per prompt token, "
             f"+ {cost.decode_row_s * 1e3:.3f} ms per decode, + {cost.decode_context_s * 1e6:.2f} us per context token; "
             f"error on {error.points} held-out steps: median {error.median:.1%}, maximum {error.greatest:.1%}; "
             f"gap between steps {pool.gap_s * 1e3:.2f} ms, call {pool.call_s * 1e3:.2f} ms",
