@@ -51,9 +51,7 @@ class RealRun:
     notes: tuple[str, ...] = ()
     kind: str = "chat"
     block_tokens: int = 512
-    roles: dict[str, str] = field(
-        default_factory=dict
-    )  # at its start: earlier runs may have changed them
+    roles: dict[str, str] = field(default_factory=dict)  # at its start: earlier runs may have changed them
 
     @property
     def name(self) -> str:
