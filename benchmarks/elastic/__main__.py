@@ -13,7 +13,7 @@ from benchmarks.elastic import one, page, pictures, record, staleness
 from benchmarks.elastic.campaign import RecordMismatch, measure
 from benchmarks.elastic.contenders import COLOCATED, SPLIT, Contender, View, case_of
 from benchmarks.elastic.probe import ScenarioProbe
-from benchmarks.elastic.record import Record
+from benchmarks.elastic.record import Record, Result
 from benchmarks.elastic.scenarios import SCENARIOS, ScenarioSize, TraceNotFound, scenario
 from benchmarks.elastic.search import TARGET, Job, SearchEffort, searched
 from benchmarks.figures import Progress
@@ -128,8 +128,9 @@ def main(
 
     Without WORKLOADS, all of them, which takes hours. Ours and the best static choices alone take about four minutes
     per workload on two cores. Results go into the committed record after each workload, and into
-    benchmarks/results/elastic-campaign.md; with --out, only into that folder. An older record there is updated. After
-    a change of Diptych, --again ours takes minutes.
+    benchmarks/results/elastic-campaign.md; with --out, only into that folder. An older record there is updated, and
+    each figure keeps its date. After a change of Diptych, --again ours takes minutes; where closed forms have changed
+    the mix of a workload's requests, it says so, and the whole workload must be measured again.
 
     For tuning, one run in seconds:
 
@@ -159,15 +160,16 @@ def main(
     file = record.FILE if out is None else out / record.FILE.name
     if recorded and not file.exists():
         raise click.ClickException(f"{file} does not exist; run a campaign first, without --recorded")
-    found = record.load(file) if file.exists() else Record("", "", "")
+    found = record.load(file) if file.exists() else Record()
     if not recorded:
         plan = _Plan(chosen, size, effort, frozenset(AGAIN[each] for each in again))
         wanted = () if stale_only else _wanted(found, workloads, again, names)
         try:
             with _progress(len(wanted) * plan.lines) as progress, processes(count) as each:
-                found = _measured(_stamped(found), file, wanted, plan, each, progress)
+                found = _measured(found, file, wanted, plan, each, progress)
                 if stale_only or not (workloads or again):
-                    found = replace(found, stale=staleness.study(size, each, progress))
+                    stale = (replace(one, date=_today()) for one in staleness.study(size, each, progress))
+                    found = replace(found, stale=tuple(stale))
                     record.save(found, file)
         except RecordMismatch as error:
             raise click.ClickException(str(error)) from None
@@ -221,14 +223,17 @@ def _wanted(found: Record, workloads: Sequence[str], again: Sequence[str], names
     return workloads or known
 
 
-def _stamped(found: Record) -> Record:
-    """With today's date, this machine and these versions."""
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+def _stamped(result: Result) -> Result:
+    """With today's date for what is new, this machine and these versions."""
     versions = machine.versions()
-    return replace(
-        found,
-        date=datetime.now(UTC).date().isoformat(),
-        machine=f"{len(machine.allowed_cores())} cores of {machine.cpu_name()}, {machine.system_name()}",
-        versions=", ".join(f"{name} {versions[name]}" for name in ("python", "diptych", "numpy")),
+    return result.stamped(
+        _today(),
+        f"{len(machine.allowed_cores())} cores of {machine.cpu_name()}, {machine.system_name()}",
+        ", ".join(f"{name} {versions[name]}" for name in ("python", "diptych", "numpy")),
     )
 
 
@@ -247,7 +252,7 @@ def _measured(found: Record, file: Path, names: Sequence[str], plan: _Plan, each
             result = replace(measure(made, plan.effort, each, progress, plan.kinds, known), effort=known.effort)
         else:
             result = replace(measure(made, plan.effort, each, progress), effort=plan.word)
-        found = found.with_result(result)
+        found = found.with_result(_stamped(result))
         record.save(found, file)
     return found
 

@@ -116,13 +116,20 @@ def _statics(
 
 
 def _check_alike(scenario: Scenario, known: Result) -> None:
-    now = {"workers": scenario.workers, "seconds": scenario.seconds, "slo": scenario.slo, "full_rate": scenario.rate}
+    """A scale may mean another rate: goodputs are in requests/s. But closed forms also set how streams are mixed."""
+    now = {"workers": scenario.workers, "seconds": scenario.seconds, "slo": scenario.slo}
     for name, value in now.items():
         if (before := getattr(known, name)) != value:
             raise RecordMismatch(
                 f"{scenario.name}: {name} is {before} in the record and would be {value}; give the same --workers and "
                 "--stretch, or measure the whole workload, without --again"
             )
+    if len(scenario.streams) > 1 and known.full_rate != scenario.rate:
+        raise RecordMismatch(
+            f"{scenario.name}: the record has another mix of its {len(scenario.streams)} kinds of requests "
+            f"({known.full_rate:.4g} requests/s at scale 1, now {scenario.rate:.4g}), because closed forms have changed; "
+            f"measure the whole workload: python -m benchmarks.elastic {scenario.name}"
+        )
 
 
 def _known(scenario: Scenario, known: Result | None, kind: str) -> Best:

@@ -75,12 +75,13 @@ def verdicts(found: Record) -> str:
     """One row per workload: goodput of Diptych and of the best of each kind, with intervals."""
     kinds = ((OURS,), (SPLIT,), (COLOCATED,), (SYSTEM,), (ROUTER,), (TIMETABLE,), (PER_PHASE,))
     rows = [
-        (each.scenario, *(_rate(each, _other(each, *kind)) for kind in kinds))
+        (each.scenario, " and ".join(each.dates), *(_rate(each, _other(each, *kind)) for kind in kinds))
         for each in found.results
         if each.of(OURS)
     ]
     headers = (
         "workload",
+        "measured",
         "Diptych",
         "best split",
         "best colocated",
@@ -168,7 +169,7 @@ def goodputs(result: Result) -> str:
     ours = result.of(OURS)
     rows = [
         (
-            _named(entry),
+            f"{_named(entry)} ({entry.date})" if len(result.dates) > 1 else _named(entry),
             f"{entry.rate / result.gpus:.3f}",
             f"{entry.low / result.gpus:.3f} to {entry.high / result.gpus:.3f}" if len(entry.by_seed) > 1 else "-",
             str(len(entry.by_seed)),

@@ -21,7 +21,10 @@ KINDS = (OURS, SPLIT, COLOCATED, SYSTEM, ROUTER, TIMETABLE, PER_PHASE)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Goodput of one contender, in requests per second of all GPUs: the mean over seeds and its 95 % interval."""
+    """Goodput of one contender, in requests per second of all GPUs: the mean over seeds and its 95 % interval.
+
+    `date`: when it was measured; empty until `Result.stamped`.
+    """
 
     kind: str
     name: str
@@ -30,6 +33,7 @@ class Entry:
     low: float
     high: float
     prefills: int = 0
+    date: str = ""
 
     @classmethod
     def of(cls, kind: str, name: str, found: Sequence[float], prefills: int = 0) -> "Entry":
@@ -50,7 +54,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One workload. `wall_s`: the time of its measurement."""
+    """One workload. `wall_s`: the time of its measurement. `machine`, `versions`: of the latest one."""
 
     scenario: str
     title: str
@@ -70,6 +74,18 @@ class Result:
     wall_s: float
     effort: str = ""
     failed: tuple[str, ...] = ()
+    machine: str = ""
+    versions: str = ""
+
+    def stamped(self, date: str, machine: str, versions: str) -> "Result":
+        """With this date for the entries that have none."""
+        entries = tuple(each if each.date else replace(each, date=date) for each in self.entries)
+        return replace(self, entries=entries, machine=machine, versions=versions)
+
+    @property
+    def dates(self) -> tuple[str, ...]:
+        """The days on which its entries were measured."""
+        return tuple(sorted({each.date for each in self.entries}))
 
     def of(self, *kinds: str) -> Entry | None:
         """The best of these kinds."""
@@ -95,13 +111,11 @@ class Stale:
     gateways: int
     rate: float
     kept: tuple[float, ...]
+    date: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    date: str
-    machine: str
-    versions: str
     results: tuple[Result, ...] = ()
     stale: tuple[Stale, ...] = ()
     absent: tuple[str, ...] = ()

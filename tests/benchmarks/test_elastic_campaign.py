@@ -274,7 +274,7 @@ def test_a_small_campaign_has_all_its_figures(tmp_path: Path) -> None:
     assert all(each.rate >= 0.0 and each.low <= each.rate <= each.high for each in result.entries)
     assert result.timelines[0].name == "ours" and result.timelines[0].workers
     assert all(prompts + others <= 1.01 for bins in result.timelines[0].workers.values() for prompts, others in bins)
-    found = Record("2026-01-01", "a machine", "versions").with_result(result).with_result(result)
+    found = Record().with_result(result).with_result(result)
     assert len(found.results) == 1
     record.save(found, tmp_path / "record.json")
     assert record.load(tmp_path / "record.json") == found

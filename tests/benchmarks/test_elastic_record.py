@@ -45,14 +45,14 @@ def test_contenders_ahead_of_ours_are_listed() -> None:
     )
     nothing = Entry(SYSTEM, "static", (0.0,), 0.0, 0.0, 0.0)
     result = replace(_result(), entries=(*entries, nothing))
-    found = Record("", "", "", (result,))
+    found = Record((result,))
     assert page.losing(found) == [
         "phases: 0.50 times vllm, one seed",
         "phases: 0.67 times Diptych's router, fixed roles: slo on split 1, chunk 1024, one seed",
     ]
     assert [line.partition(":")[0] for line in page.aims(found)] == ["holds", "holds", "FALLS SHORT"]
     row = page.verdicts(found).splitlines()[-1]
-    assert row == "| phases | 0.250 | 0.125 | - | 0.500 | 0.125 | - | 1.000 |"
+    assert row == "| phases |  | 0.250 | 0.125 | - | 0.500 | 0.125 | - | 1.000 |"
     assert page.ratios(found).splitlines()[-1] == "| phases | 2.00 | 2.00 | 0.50 | 2.00 | - | 0.25 |"
     assert page.aim_table(found).splitlines()[-1] == "| phases | yes, 2.00 | yes, 2.00 | - | **no**, 0.25 |"
 
@@ -63,7 +63,7 @@ def test_the_best_of_a_kind_has_all_seeds() -> None:
         Entry(SYSTEM, "vllm", (2.9, 0.9), 1.9, 1.9, 1.9),
         Entry(SYSTEM, "orca", (2.8,), 2.8, 2.8, 2.8),
     )
-    found = Record("", "", "", (replace(_result(), entries=entries),))
+    found = Record((replace(_result(), entries=entries),))
     assert "| 0.237 (" in page.verdicts(found).splitlines()[-1]
     assert page.losing(found) == []
 
@@ -78,7 +78,7 @@ def test_phases_in_which_ours_attains_less_are_listed() -> None:
     )
     mine = Phases("ours", 2.0, (phase("all", 30, 0.5), phase("a", 10, 0.5), phase("b", 10, 1.0), phase("a", 10, 0.0)))
     theirs = Phases("split 1, chunk 1024", 2.0, (phase("all", 30, 0.6), phase("a", 20, 0.5), phase("b", 10, 0.4)))
-    found = Record("", "", "", (replace(_result(), entries=entries, phases=(mine, theirs)),))
+    found = Record((replace(_result(), entries=entries, phases=(mine, theirs)),))
     assert page.lost_phases(found) == [
         "phases, a: 25.0% of 20 requests met both SLOs, 50.0% with split 1, chunk 1024, at 2.00 requests/s"
     ]
@@ -162,16 +162,34 @@ def test_a_record_mismatch_names_its_reason(recorded: record.Result) -> None:
     other = made("phases-a100", replace(SMALL, stretch=0.2))
     with pytest.raises(RecordMismatch, match=r"seconds is 24\.0 in the record and would be 48\.0"):
         measure(other, LITTLE, map, lambda _: None, {record.OURS}, recorded)
+    with pytest.raises(RecordMismatch, match="another mix of its 2 kinds of requests"):
+        measure(made("phases-a100"), LITTLE, map, lambda _: None, {record.OURS}, replace(recorded, full_rate=1.0))
     without = replace(recorded, entries=tuple(each for each in recorded.entries if each.kind != SPLIT))
     with pytest.raises(RecordMismatch, match="the record has no best split"):
         measure(made("phases-a100"), LITTLE, map, lambda _: None, {record.OURS}, without)
+
+
+def test_one_kind_of_requests_is_alike_at_any_scale() -> None:
+    """Closed forms set what scale 1 means; the requests at a rate in requests/s stay the same."""
+    now, before = made("bursts"), _known_as("bursts", 1.0)
+    campaign._check_alike(now, before)
+    with pytest.raises(RecordMismatch, match="benchmarks.elastic phases-a100"):
+        campaign._check_alike(made("phases-a100"), _known_as("phases-a100", 1.0))
+
+
+def _known_as(name: str, full_rate: float) -> record.Result:
+    load = made(name)
+    return replace(
+        _result(), workers=load.workers, seconds=load.seconds, slo=load.slo, scenario=name, full_rate=full_rate
+    )
 
 
 @pytest.mark.campaign
 def test_a_record_is_completed_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch, recorded: record.Result, tmp_path: Path
 ) -> None:
-    record.save(Record("", "", "", (recorded,)), tmp_path / record.FILE.name)
+    old = recorded.stamped("2026-01-02", "", "")
+    record.save(Record((old,)), tmp_path / record.FILE.name)
     pretend(monkeypatch, lambda one: {**RATES, "ours": 4.0}.get(one.name, 1.0))
     args = ["--quick", "--processes", "1", "--out", str(tmp_path)]
     ran = CliRunner().invoke(main, [*args, "--again", "ours", "--seeds", "2"])
@@ -179,7 +197,9 @@ def test_a_record_is_completed_from_the_command_line(
     (result,) = record.load(tmp_path / record.FILE.name).results
     ours = result.of(record.OURS)
     assert ours is not None and len(ours.by_seed) == 2 and ours.rate == pytest.approx(4.0, rel=0.35)
-    assert result.entries[1:] == recorded.entries[1:]
+    assert ours.date and {each.date for each in result.entries[1:]} == {"2026-01-02"}, "the others keep their dates"
+    assert [replace(each, date="") for each in result.entries[1:]] == list(recorded.entries[1:])
+    assert f"Measured 2026-01-02 and {ours.date} on " in " ".join((tmp_path / page.PAGE).read_text().split())
     for wrong, words in (
         (["bursts", "--again", "ours"], "the record lacks bursts"),
         (["--again", "ours", "--workers", "3"], "workers is 2 in the record and would be 3"),
