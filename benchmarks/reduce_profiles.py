@@ -80,7 +80,7 @@ def vidur_links(folder: Path) -> str:
                 seen[ranks, in_node == ranks][int(row["size"])].append(float(row[f"time_stats.{kind}.median"]))
         for (ranks, inside), by_size in sorted(seen.items()):
             for size in sorted({min(each for each in by_size if each >= least) for least in SIZES}):
-                where = "node" if inside else "cross"
+                where = "intra-node" if inside else "inter-node"
                 rows.append((hardware, kind, where, ranks, size, _short(median(by_size[size]))))
     return _csv(("hardware", "kind", "where", "ranks", "bytes", "ms"), rows)
 

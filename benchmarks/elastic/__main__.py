@@ -168,8 +168,8 @@ def main(
             with _progress(len(wanted) * plan.lines) as progress, processes(count) as each:
                 found = _measured(found, file, wanted, plan, each, progress)
                 if stale_only or not (workloads or again):
-                    stale = (replace(one, date=_today()) for one in staleness.study(size, each, progress))
-                    found = replace(found, stale=tuple(stale))
+                    dated = (replace(one, date=_today()) for one in staleness.study(size, each, progress))
+                    found = replace(found, stale=tuple(dated))
                     record.save(found, file)
         except RecordMismatch as error:
             raise click.ClickException(str(error)) from None

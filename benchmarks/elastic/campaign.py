@@ -127,8 +127,8 @@ def _check_alike(scenario: Scenario, known: Result) -> None:
     if len(scenario.streams) > 1 and known.full_rate != scenario.rate:
         raise RecordMismatch(
             f"{scenario.name}: the record has another mix of its {len(scenario.streams)} kinds of requests "
-            f"({known.full_rate:.4g} requests/s at scale 1, now {scenario.rate:.4g}), because closed forms have changed; "
-            f"measure the whole workload: python -m benchmarks.elastic {scenario.name}"
+            f"({known.full_rate:.4g} requests/s at scale 1, now {scenario.rate:.4g}), because closed forms have "
+            f"changed; measure the whole workload: python -m benchmarks.elastic {scenario.name}"
         )
 
 

@@ -20,6 +20,7 @@ from cluster.offline.plan.trial import Trial, full_trial
 from cluster.offline.scoring.figures import Attainment
 from cluster.offline.scoring.goodput import Goodput, Probes, Search, goodput, half_width
 from cluster.spec import Role
+from workers.profiles.sources import INTRA_NODE
 from workers.request import SLO
 
 GPU, MODEL, TARGET, CASE_SLO = "a100-80gb", "opt-13b", 0.9, SLO(0.2, 0.1)
@@ -59,7 +60,7 @@ def trial(case: PlacementCase, requests: int) -> Trial:
     """Raises `PlanError`, `ProfileError` and `DoesNotFit`."""
     load = PlanLoad.of(sharegpt.workload())
     request = PlanRequest(
-        MODEL, (GPU,), 4, load, CASE_SLO, nodes=1, network="slow", requests=requests, source=SOURCES[case.engine]
+        MODEL, (GPU,), 4, load, CASE_SLO, nodes=1, kv_link=INTRA_NODE, requests=requests, source=SOURCES[case.engine]
     )
     return full_trial(request, case.layout)
 

@@ -6,13 +6,13 @@ from typing import Any
 import click
 
 from cluster.cli.address import access_options, connection, endpoint_option
-from cluster.cli.groups import FOLDER, GroupedCommand, grouped, seconds
+from cluster.cli.groups import FOLDER, SHARE, GroupedCommand, grouped, seconds
 
 workload = grouped("Load")
 goodput = grouped("SLO and goodput")
 compared = grouped("Comparison")
 output = grouped("Output")
-SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 1e9))
+POSITIVE = click.FloatRange(0.0, 1e9, min_open=True)
 
 
 @click.command(cls=GroupedCommand)

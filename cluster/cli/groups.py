@@ -11,6 +11,8 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 PORT = click.IntRange(0, 65535)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+SHARE = click.FloatRange(0.0, 1.0, min_open=True)
+KV_LINK = click.Choice(("inter-node", "intra-node"))
 
 
 class GroupedOption(click.Option):

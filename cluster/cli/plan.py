@@ -10,7 +10,7 @@ import click
 
 from cluster.cli.address import access_options
 from cluster.cli.comparison import positive_slo
-from cluster.cli.groups import FILE, JSON, GroupedCommand, grouped
+from cluster.cli.groups import FILE, JSON, KV_LINK, SHARE, GroupedCommand, grouped
 from cluster.cli.screen import print_json, say
 from cluster.cli.search import INTERRUPTED, SearchProgress, cut_short, search
 from cluster.cli.trace import duration
@@ -47,7 +47,7 @@ class PlanOptions:
     tpot: float | None
     target: float
     objective: str
-    network: str
+    kv_link: str
     price: tuple[str, ...]
     costs: str
     kv_dtype: str | None
@@ -88,7 +88,7 @@ effort = grouped("Simulation")
     default="gpus",
     help="Goodput per GPU, dollar or watt, or goodput alone; with --rate the least GPUs, dollars or watts.",
 )
-@machines("--network", type=click.Choice(("fast", "slow")), default="fast", help="Network between nodes.")
+@machines("--kv-link", type=KV_LINK, default="inter-node", help="Split across nodes, or pairs inside nodes.")
 @machines(
     "--price",
     multiple=True,
@@ -98,12 +98,12 @@ effort = grouped("Simulation")
 )
 @machines("--source", "costs", default="best", help="Source of step times: best, roofline, vidur, ...")
 @machines("--kv-dtype", type=click.Choice(QUANTIZED), help="KV dtype. [default: of the weights]")
-@load("--workload", metavar="SPEC", help="Trace file, or a generator: poisson:rate=4,lengths=mixed.")
+@load("--workload", metavar="SOURCE", help="Trace file, or a generator: poisson:rate=4,lengths=mixed.")
 @load("--own-times", is_flag=True, help="Keep the workload's own arrival times and prefixes. [default: Poisson]")
 @load("--rate", type=float, help="Requests/s to serve. [default: maximize goodput]")
 @slos("--ttft", type=float, metavar="SECONDS", help="SLO: time to first token.")
 @slos("--tpot", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
-@slos("--target", type=float, default=0.9, help="Share of requests that must meet the SLO.")
+@slos("--attainment", "target", type=SHARE, default=0.9, help="Share of requests that must meet it.")
 @instance("--prompt", metavar="N[-M]", help="Prompt tokens: ask what one instance delivers.")
 @instance("--output", metavar="N[-M]", help="Output tokens: ask what one instance delivers.")
 @instance("--users", default=USERS, help="With --prompt: numbers of concurrent users.")
@@ -183,7 +183,7 @@ def _request(options: PlanOptions, hardware: Sequence[str], gpus: int, load: "Pl
         rate=options.rate,
         target=options.target,
         objective=options.objective,
-        network=options.network,
+        kv_link=options.kv_link,
         requests=options.requests,
         seeds=tuple(range(options.seeds)),
         source=options.costs,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.comparison import positive_slo, print_comparison, write_report
-from cluster.cli.groups import FILE, FOLDER, GroupedCommand, grouped
+from cluster.cli.groups import FILE, FOLDER, KV_LINK, SHARE, GroupedCommand, grouped
 from cluster.cli.screen import progress_bar
 from cluster.cli.search import cores
 
@@ -40,13 +40,17 @@ output = grouped("Output")
 @system("--tensor", type=click.IntRange(1), default=1, help="Tensor parallel size of a worker.")
 @system("--pipeline", type=click.IntRange(1), default=1, help="Pipeline parallel size of a worker.")
 @system("--prefills", type=click.IntRange(1), help="Prefill workers of disaggregated systems. [default: balanced]")
-@system("--network", type=click.Choice(("cross", "node")), default="cross", help="Link that KV takes.")
+@system("--kv-link", type=KV_LINK, default="inter-node", help="Link that KV handoffs take.")
 @load("--workload", "source", required=True, metavar="SOURCE", help="Trace file, or a generator: poisson:rate=4.")
 @goodput("--ttft", "ttft_s", type=float, metavar="SECONDS", help="SLO: time to first token.")
 @goodput("--tpot", "tpot_s", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
 @goodput("--goodput", "wants_goodput", is_flag=True, help="Search the highest rate that meets the SLO.")
 @goodput(
-    "--target", "targets", type=float, multiple=True, help="Share that must meet it; repeatable. [default: 0.9, 0.99]"
+    "--attainment",
+    "targets",
+    type=SHARE,
+    multiple=True,
+    help="Share of requests that must meet it; repeatable. [default: 0.9, 0.99]",
 )
 @goodput("--requests", type=click.IntRange(10), default=300, help="Minimum requests of a goodput probe.")
 @load("--seed", type=int, default=0, help="Seed of everything generated.")
@@ -65,7 +69,7 @@ def simulate(
     tensor: int,
     pipeline: int,
     prefills: int | None,
-    network: str,
+    kv_link: str,
     source: str,
     ttft_s: float | None,
     tpot_s: float | None,
@@ -108,7 +112,7 @@ def simulate(
     if path is not None and profile is not None:
         cases, environment = _from_profile(path, profile)
     elif path is not None:
-        cases = _from_file(path, hardware, network)
+        cases = _from_file(path, hardware, kv_link)
     elif profile is not None:
         raise click.UsageError("--profile goes with a cluster YAML (-f): systems to compare run on --hardware")
     elif model is None or hardware is None:
@@ -116,13 +120,13 @@ def simulate(
     else:
         names = [name.strip() for name in (compare or "").split(",") if name.strip()]
         parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
-        cases = _systems(names, model, hardware, parallel, workers, prefills, network, workload, slo)
+        cases = _systems(names, model, hardware, parallel, workers, prefills, kv_link, workload, slo)
     options = RunOptions(seed=seed, slo=slo, trace=wants_trace, environment=environment)
     search = None
     if wants_goodput:
-        search = GoodputOptions(
-            workload, slo, _targets(targets), tuple(range(seed, seed + seeds)), requests, environment=environment
-        )
+        shares = tuple(sorted(set(targets))) or (0.9, 0.99)
+        of_seeds = tuple(range(seed, seed + seeds))
+        search = GoodputOptions(workload, slo, shares, of_seeds, requests, environment=environment)
     compared = _run(cases, workload, options, search, processes or cores())
     print_comparison(compared, as_json)
     if out is not None:
@@ -151,7 +155,7 @@ def _from_profile(path: str, profile: Path) -> "tuple[list[Case], Environment]":
     return [Case(spec.name, spec, measured_models(measured, spec))], environment_of(measured)
 
 
-def _from_file(path: str, hardware: str | None, network: str) -> "list[Case]":
+def _from_file(path: str, hardware: str | None, kv_link: str) -> "list[Case]":
     """`hardware`: of pools that name none."""
     from cluster.offline.sim.compare import Case
     from cluster.offline.sim.fleet import models_of, with_kv_blocks
@@ -161,7 +165,7 @@ def _from_file(path: str, hardware: str | None, network: str) -> "list[Case]":
         pools = tuple(pool if pool.hardware or pool.cost else replace(pool, hardware=hardware) for pool in spec.pools)
         spec = replace(spec, pools=pools)
     spec = with_kv_blocks(spec)
-    return [Case(spec.name, spec, models_of(spec, link=network))]
+    return [Case(spec.name, spec, models_of(spec, link=kv_link))]
 
 
 def _systems(
@@ -171,7 +175,7 @@ def _systems(
     parallel: "ParallelConfig",
     workers: int,
     prefills: int | None,
-    network: str,
+    kv_link: str,
     workload: "Workload",
     slo: "SLO",
 ) -> "list[Case]":
@@ -180,19 +184,12 @@ def _systems(
     from cluster.offline.sim.systems import arrange, prefills_of
 
     equal = fleet(model, hardware, parallel, workers)
-    of_pool = pool_model(model, hardware, parallel, link=network)
+    of_pool = pool_model(model, hardware, parallel, link=kv_link)
     specs = [
         (name, arrange(name, equal, prefills or prefills_of(name, of_pool.cost, equal, workload, slo)))
         for name in names
     ]
     return [Case(name, spec, {pool.name: of_pool for pool in spec.pools}) for name, spec in specs]
-
-
-def _targets(targets: Sequence[float]) -> tuple[float, ...]:
-    for target in targets:
-        if not 0.0 < target <= 1.0:
-            raise click.UsageError(f"--target is {target}; it is a share, above 0 and at most 1")
-    return tuple(sorted(set(targets))) or (0.9, 0.99)
 
 
 def _run(

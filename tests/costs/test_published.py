@@ -13,7 +13,7 @@ from workers.profiles.hardware import DATA
 from workers.profiles.profile_errors import ProfileError, UnknownName
 from workers.profiles.published import distserve_capacity, distserve_data, splitwise_medians, vidur_layers, vidur_links
 from workers.profiles.shapes import SHAPES, canonical
-from workers.profiles.sources import CROSS, NODE, SOURCES, NetworkLink, link_of, profile_of
+from workers.profiles.sources import INTER_NODE, INTRA_NODE, SOURCES, NetworkLink, link_of, profile_of
 
 A100, H100 = "a100-80gb", "h100-80gb"
 
@@ -174,14 +174,14 @@ def test_a_mixed_step_of_splitwise_is_a_tenth_slower_than_a_prompt_of_all_tokens
 def test_links_are_vidurs_sends() -> None:
     """67 MB take, in a node and across: 0.294 and 8.59 ms on A100, 0.193 and 1.87 ms on H100."""
     for hardware, inside_ms, across_ms in ((A100, 0.294, 8.59), (H100, 0.193, 1.87)):
-        for where, expected in ((NODE, inside_ms), (CROSS, across_ms)):
+        for where, expected in ((INTRA_NODE, inside_ms), (INTER_NODE, across_ms)):
             found = link_of(hardware, where)
             assert ms(found.latency_s + 67_108_864 * found.byte_s) == pytest.approx(expected, rel=0.01)
             assert "Vidur" in found.provenance
-    sums = {hardware: vidur_links()[hardware, "all_reduce", NODE, 8](67_108_864) for hardware in (A100, H100)}
+    sums = {hardware: vidur_links()[hardware, "all_reduce", INTRA_NODE, 8](67_108_864) for hardware in (A100, H100)}
     assert [round(ms(each), 3) for each in sums.values()] == [0.675, 0.322]
     assert link_of("h200").byte_s == link_of(H100).byte_s
-    assert link_of("l4").provenance == "data sheet (cross)"
+    assert link_of("l4").provenance == "data sheet (inter-node)"
 
 
 def test_a_layer_of_vidur_is_the_sum_of_its_operators() -> None:
@@ -227,7 +227,7 @@ def test_transfers_go_over_all_links_of_the_instance() -> None:
     assert one.transfer_byte_s == pytest.approx(2 * four.transfer_byte_s)
     slow = profile_of("opt-66b", A100, 2, link=NetworkLink(1e-3, 8 / 25e9, "25 Gbit/s")).cost
     assert slow.transfer_seconds(10**9) == pytest.approx(1e-3 + 0.16)
-    assert profile_of("opt-66b", A100, 2, link=NODE).cost.transfer_byte_s < one.transfer_byte_s
+    assert profile_of("opt-66b", A100, 2, link=INTRA_NODE).cost.transfer_byte_s < one.transfer_byte_s
 
 
 def test_an_error_for_missing_data_lists_what_the_source_has() -> None:

@@ -146,7 +146,7 @@ def vidur_layers() -> dict[Key, tuple[tuple[int, float], ...]]:
 
 @cache
 def vidur_links() -> dict[tuple[str, str, str, int], StepCurve]:
-    """(hardware, "send_recv" or "all_reduce", "node" or "cross", ranks) to the seconds by bytes."""
+    """(hardware, "send_recv" or "all_reduce", "intra-node" or "inter-node", ranks) to the seconds by bytes."""
     found: dict[tuple[str, str, str, int], list[tuple[float, float]]] = defaultdict(list)
     for row in _rows("vidur_links.csv"):
         for hardware in _SAME_LINKS[row["hardware"]]:
@@ -162,11 +162,11 @@ def vidur(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int) -> 
         return None
     activation_bytes = shape.hidden * shape.element_bytes
     links = vidur_links()
-    where = "node" if tensor * pipeline <= hardware.gpus_per_node else "cross"
+    where = "intra-node" if tensor * pipeline <= hardware.gpus_per_node else "inter-node"
     send = links[hardware.name, "send_recv", where, 2]
     both_sums = [0.0] * len(points)
     if tensor > 1:
-        add_up = links[hardware.name, "all_reduce", "node", tensor]
+        add_up = links[hardware.name, "all_reduce", "intra-node", tensor]
         both_sums = [2 * add_up(tokens * activation_bytes) for tokens, _ in points]
     head_s = shape.head_parameters * shape.element_bytes / (tensor * hardware.memory_byte_s * MEMORY)
     flops = hardware.flops_of(shape.element_bytes) * COMPUTE * tensor

@@ -29,7 +29,7 @@ from workers.profiles.published import (
 from workers.profiles.shapes import SHAPES, ModelShape, shape_of
 
 BEST = "best"
-CROSS, NODE = "cross", "node"  # links between nodes and within one
+INTER_NODE, INTRA_NODE = LINKS = "inter-node", "intra-node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def profile_of(
     tensor: int = 1,
     pipeline: int = 1,
     source: str = BEST,
-    link: str | NetworkLink = CROSS,
+    link: str | NetworkLink = INTER_NODE,
 ) -> Profile:
     """The cost model of an instance of `tensor` times `pipeline` GPUs, which all send its KV over `link`.
 
@@ -128,16 +128,16 @@ def _listed(known: Mapping[Key, object]) -> str:
     return "; ".join(f"{model} on {hardware} at TP {', '.join(found)}" for (model, hardware), found in tensors.items())
 
 
-def link_of(hardware: str | Hardware, where: str = CROSS) -> NetworkLink:
+def link_of(hardware: str | Hardware, where: str = INTER_NODE) -> NetworkLink:
     """Vidur's measured sends on DGX nodes where they exist, else the data sheet's link at `LINK` of its speed.
 
     The latency is the smallest message's time, the rate that between the smallest and the largest.
     """
     sheet = hardware_of(hardware)
-    if where not in (CROSS, NODE):
-        raise UnknownName("link", where, (CROSS, NODE))
+    if where not in LINKS:
+        raise UnknownName("link", where, LINKS)
     if (sends := vidur_links().get((sheet.name, "send_recv", where, 2))) is not None:
         byte_s = (sends.ys[-1] - sends.ys[0]) / (sends.xs[-1] - sends.xs[0])
         return NetworkLink(sends.ys[0], byte_s, f"Vidur's measured sends ({where})")
-    rate = sheet.node_link_byte_s if where == NODE else sheet.cross_link_byte_s
+    rate = sheet.node_link_byte_s if where == INTRA_NODE else sheet.cross_link_byte_s
     return NetworkLink(SEND_S, 1.0 / (rate * LINK), f"data sheet ({where})")

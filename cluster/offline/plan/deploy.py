@@ -10,7 +10,7 @@ from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Resources, Role
 from workers.config import EngineConfig, ParallelConfig
 from workers.costs import LinearCost
 from workers.profiles.capacity import kv_capacity_tokens
-from workers.profiles.sources import CROSS, NODE, link_of
+from workers.profiles.sources import INTER_NODE, INTRA_NODE, link_of
 
 FREE_KV_TOKENS = 1 << 20
 _DTYPES = {4: "float32", 2: "bfloat16"}
@@ -113,11 +113,11 @@ def _accelerator(hardware: str) -> dict[str, float]:
 
 
 def models_of(request: PlanRequest, layout: Layout) -> dict[str, PoolModel]:
-    """By pool name. KV leaves a node only when the network is fast and one node cannot hold all GPUs.
+    """By pool name. KV leaves a node only when it may and one node cannot hold all GPUs.
 
     A worker's KV moves over as many links at once as the smaller side has GPUs, each as fast as the slowest.
     """
-    where = NODE if request.network == "slow" or request.one_node(layout.gpus) else CROSS
+    where = INTRA_NODE if request.kv_link == INTRA_NODE or request.one_node(layout.gpus) else INTER_NODE
     links = [link_of(request.sheets[group.hardware], where) for group in layout.groups]
     slowest = max(links, key=lambda link: link.byte_s)
     num_links = min(group.gpus_each for group in layout.groups)

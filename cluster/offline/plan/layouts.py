@@ -12,6 +12,7 @@ from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.request import PlanRequest
 from cluster.offline.plan.shapes import close_pairs, colocated, decodes, prefills
 from cluster.offline.plan.trial import Trial, decode_trial, full_trial, prefill_trial
+from workers.profiles.sources import INTRA_NODE
 
 COMBINED = 3  # instances of each phase that are combined
 VERIFIED = 2  # combinations that are simulated whole
@@ -39,7 +40,7 @@ class Layouts:
     def split(self, shapes: Sequence[WorkerGroup], grain: float = 0.01) -> list[Layout]:
         """The `VERIFIED` most valuable, the smallest first of those that are this share from the best."""
         request = self._request
-        sized = self._close(shapes) if request.network == "slow" else self._phases(shapes)
+        sized = self._close(shapes) if request.kv_link == INTRA_NODE else self._phases(shapes)
 
         def weight(layout: Layout) -> float:
             return sum(group.gpus * request.weight(group.hardware) for group in layout.groups)

@@ -1,9 +1,9 @@
 """The best placement for a load: split as DistServe searches it, and colocated.
 
     first          what closed forms favor, simulated whole with one seed (`race`)
-    fast network   prefill instances alone against TTFT, decode instances alone against TPOT, each for the highest
+    inter-node KV  prefill instances alone against TTFT, decode instances alone against TPOT, each for the highest
                    goodput per GPU; then as many of each as the rate needs, or the GPUs allow     (algorithm 1)
-    slow network   pairs that keep KV inside nodes, simulated together                            (algorithm 2)
+    intra-node KV  pairs that keep KV inside nodes, simulated together                            (algorithm 2)
     colocated      every shape and chunk size, and prefill-first
     hybrid         the best split, whose pools help each other out as Splitwise routes
 

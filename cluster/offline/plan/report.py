@@ -33,7 +33,7 @@ def plan_lines(request: PlanRequest, found: PlacementResult, verdict: PlanVerdic
     at = "" if request.rate is None else f" at {request.rate:g} requests/s"
     lines = [
         f"{request.shape.name} for {load.source.name} ({how}){at}: {slo_text(request.slo)}",
-        f"for at least {100 * request.target:g} % of requests; {request.network} network between nodes",
+        f"for at least {100 * request.target:g} % of requests; {request.kv_link} KV handoffs",
         "",
         verdict.words,
         f"  {chosen.layout.description}",
@@ -166,7 +166,7 @@ def plan_json(request: PlanRequest, found: PlacementResult, verdict: PlanVerdict
             "tpot_s": request.slo.tpot_s,
             "target": request.target,
             "objective": request.objective,
-            "network": request.network,
+            "kv_link": request.kv_link,
             "workload": request.load.source.name,
             "seeds": list(request.seeds),
             "prices": {name: sheet.price_per_hour for name, sheet in request.sheets.items()},

@@ -9,11 +9,10 @@ from cluster.offline.plan.load import PlanLoad
 from workers.profiles.hardware import Hardware, hardware_of
 from workers.profiles.profile_errors import ProfileError
 from workers.profiles.shapes import ModelShape, shape_of
-from workers.profiles.sources import BEST, SOURCES, profile_of
+from workers.profiles.sources import BEST, INTER_NODE, LINKS, SOURCES, profile_of
 from workers.request import SLO
 
 OBJECTIVES = ("gpus", "cost", "power", "throughput")
-NETWORKS = ("fast", "slow")
 MAX_GPUS = 4096
 
 
@@ -39,7 +38,7 @@ class PlanRequest:
     rate: float | None = None
     target: float = 0.9
     objective: str = "gpus"
-    network: str = "fast"
+    kv_link: str = INTER_NODE  # pairs of prefill and decode inside nodes, or anywhere
     requests: int = 300
     seeds: tuple[int, ...] = (0, 1, 2)
     tolerance: float = 0.03
@@ -51,7 +50,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        for name, known in (("objective", OBJECTIVES), ("network", NETWORKS)):
+        for name, known in (("objective", OBJECTIVES), ("kv_link", LINKS)):
             if getattr(self, name) not in known:
                 raise PlanError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
         if not self.hardware or len(set(self.hardware)) != len(self.hardware):

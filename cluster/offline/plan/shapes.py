@@ -1,6 +1,6 @@
-"""Possible instances: the ways to shard a model that fit, and the pairs of them that a network allows. Pure.
+"""Possible instances: the ways to shard a model that fit, and the pairs of them that fit in a node. Pure.
 
-Zhong et al., DistServe (OSDI'24), algorithms 1 and 2, and its repository's test of which pairs a slow network allows.
+Zhong et al., DistServe (OSDI'24), algorithms 1 and 2, and its repository's test of which pairs keep KV inside nodes.
 """
 
 from collections.abc import Iterator, Sequence

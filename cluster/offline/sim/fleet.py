@@ -10,7 +10,7 @@ from workers.config import QUANTIZED, EngineConfig, ParallelConfig
 from workers.profiles.capacity import kv_capacity_tokens
 from workers.profiles.hardware import Hardware, hardware_of
 from workers.profiles.shapes import ModelShape, shape_of
-from workers.profiles.sources import BEST, CROSS, NetworkLink, link_of, profile_of
+from workers.profiles.sources import BEST, INTER_NODE, NetworkLink, link_of, profile_of
 
 if TYPE_CHECKING:
     from cluster.offline.sim.cluster import Environment
@@ -26,7 +26,7 @@ def pool_model(
     parallel: ParallelConfig,
     *,
     source: str = BEST,
-    link: str | NetworkLink = CROSS,
+    link: str | NetworkLink = INTER_NODE,
 ) -> PoolModel:
     """Workers of this model on `parallel.world_size` GPUs each. `link` (in a node, or across) carries their KV.
 
@@ -87,7 +87,7 @@ def _shape(spec: ClusterSpec, pool: PoolSpec) -> ModelShape:
     return replace(shape, kv_dtype=pool.engine.dtype) if pool.engine.dtype in QUANTIZED else shape
 
 
-def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = CROSS) -> dict[str, PoolModel]:
+def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = INTER_NODE) -> dict[str, PoolModel]:
     """By pool name of a cluster file, from a pool's measured `cost`, else from its `hardware`.
 
     The size of the KV follows from the model, whose shape must be known. All transfers are as fast as the slowest

@@ -37,7 +37,7 @@ def distserve(**changed: object) -> PlanRequest:
         "nodes": 1,
         "load": PlanLoad.of(sharegpt.workload()),
         "slo": SLO(0.2, 0.1),
-        "network": "slow",
+        "kv_link": "intra-node",
     }
     return PlanRequest(**(terms | changed))
 

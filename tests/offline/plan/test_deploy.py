@@ -64,9 +64,9 @@ def test_each_rank_asks_for_a_gpu_and_for_its_kind_where_there_are_several() -> 
 
 
 def test_kv_goes_over_as_many_links_as_the_smaller_side_has() -> None:
-    def byte_s(prefill: int, decode: int, network: str = "slow") -> set[float]:
+    def byte_s(prefill: int, decode: int, kv_link: str = "intra-node") -> set[float]:
         layout = Layout("split", (WorkerGroup(Role.PREFILL, H100, prefill), WorkerGroup(Role.DECODE, H100, decode)))
-        models = models_of(plan_request(hardware=(H100,), gpus=64, network=network), layout)
+        models = models_of(plan_request(hardware=(H100,), gpus=64, kv_link=kv_link), layout)
         return {round(model.cost.transfer_byte_s * 1e15) for model in models.values()}
 
     assert byte_s(1, 4) == byte_s(4, 1) == byte_s(1, 1)
@@ -92,14 +92,14 @@ def test_quantized_kv_gives_more_blocks_and_smaller_transfers(dtype: str) -> Non
 
 
 def test_kv_crosses_nodes_only_where_one_node_is_too_small() -> None:
-    def byte_s(replicas: int, network: str) -> float:
+    def byte_s(replicas: int, kv_link: str) -> float:
         layout = Layout("split", (WorkerGroup(Role.PREFILL, H100, 1, 1, replicas), WorkerGroup(Role.DECODE, H100)))
-        return models_of(plan_request(hardware=(H100,), gpus=64, network=network), layout)[
+        return models_of(plan_request(hardware=(H100,), gpus=64, kv_link=kv_link), layout)[
             "decode"
         ].cost.transfer_byte_s
 
-    assert byte_s(7, "fast") == byte_s(7, "slow") == byte_s(8, "slow")
-    assert byte_s(8, "fast") > byte_s(7, "fast")
+    assert byte_s(7, "inter-node") == byte_s(7, "intra-node") == byte_s(8, "intra-node")
+    assert byte_s(8, "inter-node") > byte_s(7, "inter-node")
 
 
 def test_decode_alone_has_free_prompts_and_handoffs() -> None:

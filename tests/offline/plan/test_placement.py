@@ -114,8 +114,8 @@ def test_a_rate_is_served_with_no_more_gpus_than_it_needs() -> None:
 
 
 @pytest.mark.full
-def test_a_slow_network_keeps_pairs_in_a_node() -> None:
-    found, _ = search(plan_request(network="slow", gpus=2, nodes=1))
+def test_intra_node_handoffs_keep_pairs_in_a_node() -> None:
+    found, _ = search(plan_request(kv_link="intra-node", gpus=2, nodes=1))
     assert any("pairs inside nodes" in note for note in found.notes)
 
 

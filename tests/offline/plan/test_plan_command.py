@@ -51,7 +51,7 @@ def test_an_instance_has_three_answers() -> None:
         ([*SMALL, "--prompt", "5"], 2, "needs --output"),
         ([*SMALL, "--tpot", "-1"], 2, "--tpot is -1.0"),
         ([*SMALL, "--ttft", "nan"], 2, "--ttft is nan"),
-        ([*SMALL, "--target", "2"], 1, "target is 2.0"),
+        ([*SMALL, "--attainment", "2"], 2, "2.0 is not in the range"),
         ([*SMALL, "--rate", "-3"], 1, "rate is -3.0"),
         ([*SMALL, "--nodes", "3"], 1, "nodes is 3"),
         ([*SMALL, "--model", "lama-3-8b"], 1, "did you mean 'llama-3-8b'"),

@@ -57,7 +57,7 @@ def test_goodput_comes_with_report_pictures_and_trace(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (found,) = simulated(
         *("--compare", "sarathi", *EQUAL, "--workload", LOAD, "--ttft", "0.5", "--tpot", "0.2"),
-        *("--goodput", "--target", "0.9", "--seeds", "1", "--requests", "10", "--trace", "-o", str(out)),
+        *("--goodput", "--attainment", "0.9", "--seeds", "1", "--requests", "10", "--trace", "-o", str(out)),
     )
     (goodput,) = found["goodput"]
     assert goodput["target"] == 0.9 and goodput["rate"] > 0
