@@ -148,18 +148,6 @@ def _clip(arrival: Arrival, context_tokens: int, block_tokens: int) -> Arrival:
     return replace(arrival, prompt_tokens=prompt, output_tokens=output, prefix=arrival.prefix[:blocks])
 
 
-def fitting(workload: Workload, context_tokens: int) -> Workload:
-    """Without the requests that are longer than the context."""
-    kept = [each for each in workload.arrivals if each.prompt_tokens + each.output_tokens <= context_tokens]
-    dropped = len(workload.arrivals) - len(kept)
-    if not kept:
-        raise WorkloadError(f"{workload.name} has no request that fits {context_tokens} tokens")
-    if not dropped:
-        return workload
-    note = f"{dropped} of {len(workload.arrivals)} requests longer than {context_tokens} tokens dropped"
-    return workload.with_note(kept, note)
-
-
 def with_distinct_prompts(workload: Workload, number: int) -> Workload:
     """The same requests with prompts that differ from those of every other `number`, so that one run's prefix cache
     does not serve the next run.

@@ -1,4 +1,4 @@
-"""Makes a workload of a trace's rows: validates them, orders them by time, and spreads requests of the same tick.
+"""Makes a workload of a trace's rows: validates them, and spreads requests of the same tick.
 
 Reads no further than the options need, so the first requests of a huge file load fast.
 """
@@ -6,7 +6,6 @@ Reads no further than the options need, so the first requests of a huge file loa
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from cluster.offline.workload import changes
@@ -24,18 +23,14 @@ def collect(path: Path, options: WorkloadOptions, seed: int) -> Workload:
     """What the file has, from time 0 on, with jitter; all at once if it has no times."""
     with opened(path) as stream:
         trace = read(stream, path)
-        block_tokens = options.block or trace.block_tokens
-        filled = _Filled(trace.rows, trace.drops_empty or options.zero == "drop")
-        arrivals = list(_wanted(_arrivals(filled, block_tokens, options.sort == "yes"), options, path, trace.ticked))
+        filled = _Filled(trace.rows, trace.drops_empty)
+        arrivals = list(_wanted(_arrivals(filled, trace.block_tokens), options, path, trace.ticked))
     left_out = f"{filled.empty} requests of 0 tokens left out" if filled.empty else ""
     if not arrivals:
         window = "" if options.begin is None else f" from {options.begin:g} s on"
         raise WorkloadError(f"{path} has no requests{window}{left_out and ', '}{left_out}")
-    if options.sort == "yes":
-        arrivals.sort(key=lambda each: each.at_s)
-        arrivals = [replace(each, at_s=each.at_s - arrivals[0].at_s) for each in arrivals]
     name = os.path.splitext(path.name.removesuffix(".gz"))[0]
-    workload = Workload(name, tuple(arrivals), block_tokens, tuple(filter(None, (trace.note, left_out))))
+    workload = Workload(name, tuple(arrivals), trace.block_tokens, tuple(filter(None, (trace.note, left_out))))
     return _spread(workload, options, seed, trace.ticked)
 
 
@@ -53,7 +48,7 @@ class _Filled:
                 yield row
 
 
-def _arrivals(rows: Iterable[TraceRow], block_tokens: int, any_order: bool) -> Iterator[Arrival]:
+def _arrivals(rows: Iterable[TraceRow], block_tokens: int) -> Iterator[Arrival]:
     """Validated rows, with times counted from the first one."""
     begin_s: float | None = None
     last_s, timed = -math.inf, True
@@ -61,29 +56,25 @@ def _arrivals(rows: Iterable[TraceRow], block_tokens: int, any_order: bool) -> I
         at_s = 0.0 if row.at_s is None else row.at_s
         if begin_s is None:
             begin_s, timed = at_s, row.at_s is not None
-        if problem := _problem(row, block_tokens, last_s, timed, any_order):
+        if problem := _problem(row, block_tokens, last_s, timed):
             raise WorkloadError(f"{row.place}: {problem}")
         last_s = at_s
         yield Arrival(at_s - begin_s, row.prompt_tokens, row.output_tokens, row.prefix, row.session)
 
 
-def _problem(row: TraceRow, block_tokens: int, last_s: float, timed: bool, any_order: bool) -> str:
+def _problem(row: TraceRow, block_tokens: int, last_s: float, timed: bool) -> str:
     """Why this row is invalid; empty if it is valid."""
     if timed is not (row.at_s is not None):
         return "some requests have a time and some have none"
     if row.at_s is not None and not math.isfinite(row.at_s):
         return f"the time is {row.at_s}, which is not a number of seconds"
-    if row.at_s is not None and row.at_s < last_s and not any_order:
-        return f"time goes back by {last_s - row.at_s:.6g} s; with sort=yes requests are put in order"
+    if row.at_s is not None and row.at_s < last_s:
+        return f"time goes back by {last_s - row.at_s:.6g} s; sort the file by time"
     for what, tokens in (("prompt", row.prompt_tokens), ("answer", row.output_tokens)):
         if not 1 <= tokens <= MAX_TOKENS:
-            hint = "; with zero=drop such requests are left out" if tokens == 0 else ""
-            return f"the {what} has {str(tokens)[:20]} tokens; it must have 1 to {MAX_TOKENS:,}{hint}"
+            return f"the {what} has {str(tokens)[:20]} tokens; it must have 1 to {MAX_TOKENS:,}"
     if (len(row.prefix) - 1) * block_tokens >= row.prompt_tokens:
-        return (
-            f"{len(row.prefix)} blocks of {block_tokens} tokens are more than the prompt of {row.prompt_tokens} has; "
-            "block= says how many tokens a block has"
-        )
+        return f"{len(row.prefix)} blocks of {block_tokens} tokens are more than the prompt of {row.prompt_tokens} has"
     if row.prefix and not (min(row.prefix) >= 0 and max(row.prefix) <= _LARGEST_ID):
         return f"a prefix block's id must be 0 to {_LARGEST_ID}"
     return ""
@@ -91,10 +82,9 @@ def _problem(row: TraceRow, block_tokens: int, last_s: float, timed: bool, any_o
 
 def _wanted(arrivals: Iterator[Arrival], options: WorkloadOptions, path: Path, ticked: bool) -> Iterator[Arrival]:
     """The arrivals that the options can need. Jitter needs a few ticks more, and some before a window."""
-    in_order = options.sort != "yes"
     begin_s = options.begin or 0.0
     reach_s = options.jitter if isinstance(options.jitter, float) else _LONGEST_TICK_S
-    first = options.first if in_order and not begin_s else None
+    first = None if begin_s else options.first
     ticks_wanted = _TICKS if ticked or options.jitter not in (None, "auto", "off") else 0
     count, ticks, last_s = 0, 0, -1.0
     for arrival in arrivals:
@@ -102,9 +92,9 @@ def _wanted(arrivals: Iterator[Arrival], options: WorkloadOptions, path: Path, t
         last_s = arrival.at_s
         if first is not None and count >= first and ticks > ticks_wanted:
             return
-        if in_order and options.until is not None and arrival.at_s >= options.until:
+        if options.until is not None and arrival.at_s >= options.until:
             return
-        if in_order and arrival.at_s < begin_s - reach_s:
+        if arrival.at_s < begin_s - reach_s:
             continue
         if count == MAX_REQUESTS:
             raise WorkloadError(f"{path}: more than {MAX_REQUESTS:,} requests; take a part, by first= or from=, until=")

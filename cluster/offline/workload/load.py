@@ -12,7 +12,7 @@ from cluster.offline.workload.changes import WorkloadPhase
 from cluster.offline.workload.collect import collect
 from cluster.offline.workload.lengths import MIXES, Lengths, Resampled, parse_lengths
 from cluster.offline.workload.options import FOR_ALL_PROCESSES, FOR_TRACES, WorkloadOptions, parse_options, split
-from cluster.offline.workload.processes import Burst, Constant, Day, Gamma, OnOff, Poisson, Process, Weibull
+from cluster.offline.workload.processes import Burst, Constant, Day, Gamma, OnOff, Poisson, Process
 
 _OF_TIME = ("rate", "duration")  # not for bursts
 _SEED_STRIDE = 1_000_003  # so that phases of one seed do not reuse another seed
@@ -21,7 +21,6 @@ _SEED_STRIDE = 1_000_003  # so that phases of one seed do not reuse another seed
 _PROCESSES: dict[str, tuple[Callable[..., Process], dict[str, str]]] = {
     "poisson": (Poisson, {}),
     "gamma": (Gamma, {"cv": "cv"}),
-    "weibull": (Weibull, {"shape": "shape"}),
     "onoff": (OnOff, {"on": "on_s", "off": "off_s"}),
     "day": (Day, {"swing": "swing", "period": "period_s"}),
     "constant": (Constant, {}),
@@ -38,7 +37,6 @@ def load_workload(source: str, *, seed: int = 0) -> Workload:
     SOURCE is a process of arrivals:
       poisson   exponential gaps
       gamma     gamma gaps; cv=2 is their coefficient of variation (1: as poisson; more: bursts)
-      weibull   Weibull gaps; shape=0.5 (1: as poisson; less: bursts)
       onoff     poisson for on=60 seconds, silent for off=60
       day       poisson with a rate that swings by swing=0.5 (up to 1) over period=86400 seconds
       constant  equal gaps
@@ -53,19 +51,13 @@ def load_workload(source: str, *, seed: int = 0) -> Workload:
 
     or SOURCE is a trace file, plain or gzip, known by its content: Azure 2023 and 2024, Splitwise, Vidur or BurstGPT
     CSV; Mooncake or Qwen-Bailian JSON lines; ShareGPT JSON. With
-      rate=4            another mean rate
-      arrivals=scaled   how it gets there: times stretched; or generated: poisson, constant, burst
-      sample=500        500 requests with lengths drawn from the trace, poisson
+      rate=4            another mean rate: times stretched, or poisson for a trace without times
       jitter=auto       requests of one tick spread over it: on, off, the tick's seconds; auto: in JSON lines
-      block=512         tokens of a prefix block (Qwen-Bailian: 16)
-      sort=no           yes: put times in order, instead of refusing those that go back
-      zero=refuse       drop: leave out requests of 0 tokens (always left out of BurstGPT and ShareGPT)
 
     Either, in this order:
       from=60, until=120  a window of its seconds
       first=1000          its first requests
-      clip=32768          prompts, then answers, cut to a context; or
-      drop=32768          without requests longer than a context
+      clip=32768          prompts, then answers, cut to a context
       speed=2             all times divided by it; last of all
 
     The same line and seed give the same workload. Of ShareGPT's texts 4 characters count as a token. Raises
@@ -95,8 +87,6 @@ def _part(workload: Workload, options: WorkloadOptions) -> Workload:
         workload = changes.first(workload, options.first)
     if options.clip is not None:
         workload = changes.clipped(workload, options.clip)
-    if options.drop is not None:
-        workload = changes.fitting(workload, options.drop)
     return workload
 
 
@@ -150,24 +140,16 @@ def _lengths(text: str, seed: int) -> Lengths:
 
 def _trace(path: Path, options: WorkloadOptions, seed: int) -> WorkloadPhase:
     workload = _part(collect(path, options, seed), options)
-    retimed = _retimed(workload, options, seed)
+    retimed = _retimed(workload, options.rate, seed)
     return _paced(retimed, options, options.until if retimed is workload else None)
 
 
-def _retimed(workload: Workload, options: WorkloadOptions, seed: int) -> Workload:
-    """Apply rate, arrivals and sample. A trace without times needs generated arrivals."""
-    rate = options.rate or workload.rate
-    how = options.arrivals or ("poisson" if options.sample or not workload.rate else "scaled")
-    if how == "burst" and not options.sample:
-        return changes.redrawn(workload, Burst(), seed)
-    if not rate and len(workload.arrivals) > 1:
-        raise WorkloadError(f"{workload.name}: all its requests have one time, or none; add rate=4 or arrivals=burst")
-    if options.sample:
-        if how != "poisson":
-            raise WorkloadError(f"{workload.name}: a sample needs arrivals=poisson, not {how}")
-        return changes.resampled(workload, options.sample, rate, seed)
-    if how == "scaled":
-        return workload if options.rate is None else changes.at_rate(workload, options.rate)
+def _retimed(workload: Workload, rate: float | None, seed: int) -> Workload:
+    """With another mean rate. A trace without times needs one, and gets Poisson arrivals."""
+    if workload.rate:
+        return workload if rate is None else changes.at_rate(workload, rate)
     if len(workload.arrivals) == 1:
         return workload
-    return changes.redrawn(workload, Poisson(rate) if how == "poisson" else Constant(rate), seed)
+    if rate is None:
+        raise WorkloadError(f"{workload.name}: all its requests have one time, or none; add a rate, such as rate=4")
+    return changes.redrawn(workload, Poisson(rate), seed)

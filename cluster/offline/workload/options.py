@@ -39,23 +39,11 @@ def _count(most: int) -> _Option:
     return _Option(f"a whole number from 1 to {most:,}", read)
 
 
-def _word(*words: str) -> _Option:
-    def read(text: str) -> str:
-        if text not in words:
-            raise ValueError
-        return text
-
-    return _Option(f"one of {', '.join(words)}", read)
-
-
 def _jitter() -> _Option:
-    words, number = _word("auto", "on", "off"), _number(1e-6, 1e6)
+    number = _number(1e-6, 1e6)
 
     def read(text: str) -> str | float | int:
-        try:
-            return words.read(text)
-        except ValueError:
-            return number.read(text)
+        return text if text in ("auto", "on", "off") else number.read(text)
 
     return _Option("auto, on, off, or the tick's seconds", read)
 
@@ -76,7 +64,6 @@ class WorkloadOptions:
     duration: float | None = _field(_SECONDS)
     lengths: str | None = _field(_Option("a mix, PROMPT/OUTPUT or a trace", str))
     cv: float | None = _field(_number(0.01, 100.0))
-    shape: float | None = _field(_number(0.1, 100.0))
     on: float | None = _field(_SECONDS)
     off: float | None = _field(_SECONDS)
     swing: float | None = _field(_number(0.0, 1.0))
@@ -85,21 +72,15 @@ class WorkloadOptions:
     until: float | None = _field(_SECONDS)
     first: int | None = _field(_count(MAX_REQUESTS))
     clip: int | None = _field(_count(2 * MAX_TOKENS))
-    drop: int | None = _field(_count(2 * MAX_TOKENS))
     speed: float | None = _field(_number(1e-6, 1e6))
-    sample: int | None = _field(_count(MAX_REQUESTS))
-    arrivals: str | None = _field(_word("scaled", "poisson", "constant", "burst"))
     jitter: str | float | None = _field(_jitter())
-    block: int | None = _field(_count(MAX_TOKENS))
-    sort: str | None = _field(_word("yes", "no"))
-    zero: str | None = _field(_word("refuse", "drop"))
 
 
 _OPTIONS: dict[str, _Option] = {
     "from" if each.name == "begin" else each.name: each.metadata["option"] for each in fields(WorkloadOptions)
 }
-_COMMON = ("from", "until", "first", "clip", "drop", "speed")
-FOR_TRACES = ("rate", "sample", "arrivals", "jitter", "block", "sort", "zero", *_COMMON)
+_COMMON = ("from", "until", "first", "clip", "speed")
+FOR_TRACES = ("rate", "jitter", *_COMMON)
 FOR_ALL_PROCESSES = ("rate", "count", "duration", "lengths", *_COMMON)
 
 

@@ -56,16 +56,13 @@ def test_jitter_keeps_order_and_stays_inside_the_tick(workload: Workload, tick: 
 
 
 @given(workloads(), st.integers(2, 1500))
-def test_clipped_requests_fit_and_fitting_ones_stay(workload: Workload, context: int) -> None:
+def test_clipped_requests_fit(workload: Workload, context: int) -> None:
     cut = changes.clipped(workload, context)
     for new, old in zip(cut.arrivals, workload.arrivals, strict=True):
         assert new.prompt_tokens + new.output_tokens <= context
         assert new.prefix == old.prefix[: len(new.prefix)]
         fits = old.prompt_tokens + old.output_tokens <= context
         assert (new == old) is fits
-    kept = [new for new, old in zip(cut.arrivals, workload.arrivals, strict=True) if new == old]
-    if kept:
-        assert changes.fitting(workload, context).arrivals == tuple(kept)
 
 
 @given(workloads(), st.integers(0, 3))
