@@ -367,6 +367,20 @@ class ElasticSpec:
                 raise ValueError(f"floors.{role} is {floor}; floors are numbers of workers of prefill and decode")
 
 
+COMPAT = ("vllm",)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSpec:
+    """Additional series of `/metrics`."""
+
+    compat: str | None = None
+    """Adds series under another system's names: docs/reference/metrics.md."""
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "compat", COMPAT)
+
+
 OTLP_PROTOCOLS = ("grpc", "http/protobuf")
 
 
@@ -436,6 +450,8 @@ class ClusterSpec:
     """`modelled` computes nothing and takes the time of `cost`, to test everything else."""
     elastic: ElasticSpec = field(default_factory=ElasticSpec)
     """Elastic roles and replica counts."""
+    metrics: MetricsSpec = field(default_factory=MetricsSpec)
+    """Additional series of `/metrics`."""
     logs: LogSpec = field(default_factory=LogSpec)
     """Logging of all processes."""
     tracing: TracingSpec = field(default_factory=TracingSpec)

@@ -38,6 +38,7 @@ BLOCKS: dict[str, type] = {
     "gateway.classes.NAME": spec.ClassSpec,
     "health": spec.HealthSpec,
     "elastic": spec.ElasticSpec,
+    "metrics": spec.MetricsSpec,
     "logs": spec.LogSpec,
     "tracing": spec.TracingSpec,
 }
@@ -50,6 +51,7 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (spec.GatewaySpec, "pooling"): spec.POOLINGS,
     (spec.ClassSpec, "on_miss"): spec.ON_MISS,
     (spec.ElasticSpec, "mode"): spec.ELASTIC,
+    (spec.MetricsSpec, "compat"): spec.COMPAT,
     (spec.LogSpec, "format"): spec.LOG_FORMATS,
     (spec.LogSpec, "level"): spec.LOG_LEVELS,
     (spec.TracingSpec, "otlp_protocol"): spec.OTLP_PROTOCOLS,

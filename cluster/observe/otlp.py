@@ -20,6 +20,7 @@ from opentelemetry.util.types import AttributeValue
 
 from cluster.observe.history import RequestTrace
 from cluster.observe.ledger import is_visible, now_ns, transfer_span
+from cluster.observe.request_metrics import stages
 from cluster.observe.request_observer import RequestEnd, RequestObserver
 from cluster.observe.request_trace import located_parts
 from cluster.observe.trace_context import trace_headers
@@ -33,7 +34,6 @@ EXPORT_S = 5.0  # for one batch, with retries
 FLUSH_S = 2.0  # for all remaining spans, on close
 REQUEST = "llm_request"
 NO_ERRORS = ("completed", "cancelled")  # outcomes
-QUEUEING = ("admission", "route", "reserve", "prefill_queue")  # phases
 
 
 class Spans(RequestObserver):
@@ -151,9 +151,8 @@ def _attributes(
     if trace.output_tokens:
         attributes["gen_ai.latency.time_to_first_token"] = ledger.ttft_ns / 1e9
     if trace.outcome == "completed":
-        queue_s = sum(ns for phase, ns in ledger.first if phase in QUEUEING) / 1e9
-        attributes["gen_ai.latency.time_in_queue"] = queue_s
-        attributes["gen_ai.latency.time_in_model_prefill"] = ledger.ttft_ns / 1e9 - queue_s
-        attributes["gen_ai.latency.time_in_model_decode"] = (ledger.total_ns - ledger.ttft_ns) / 1e9
-        attributes["gen_ai.latency.time_in_model_inference"] = ledger.total_ns / 1e9 - queue_s
+        spent = stages(ledger)
+        attributes["gen_ai.latency.time_in_queue"] = spent["queue"]
+        for stage in ("prefill", "decode", "inference"):
+            attributes[f"gen_ai.latency.time_in_model_{stage}"] = spent[stage]
     return attributes

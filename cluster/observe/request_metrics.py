@@ -22,6 +22,8 @@ from kvtransfer.ticket import TransferReport
 from workers.request import FinishReason, Request
 
 DEFAULT_CLASS = "default"  # of requests without a class
+STAGES = ("queue", "prefill", "decode", "inference")
+QUEUEING = ("admission", "route", "reserve", "prefill_queue")
 
 
 class RequestMetrics(RequestObserver):
@@ -40,6 +42,7 @@ class RequestMetrics(RequestObserver):
         self._tpot, self._gaps = HistogramBuilder(TOKEN_SECONDS, by_class), HistogramBuilder(TOKEN_SECONDS, by_class)
         self._prompts, self._answers = HistogramBuilder(TOKENS, by_class), HistogramBuilder(TOKENS, by_class)
         self._parts = HistogramBuilder(SECONDS, [(part,) for part in PHASES])
+        self._stages = HistogramBuilder(SECONDS, [(stage,) for stage in STAGES])
         by_transport = [(name,) for name in transports]
         self._transfers = tuple(HistogramBuilder(bounds, by_transport) for bounds in (SECONDS, BYTES, RANGES))
 
@@ -81,6 +84,8 @@ class RequestMetrics(RequestObserver):
         self._answers.add(label, completed.completion_tokens)
         for part, seconds in _parts(completed.ledger).items():
             self._parts.add((part,), seconds)
+        for stage, seconds in stages(completed.ledger).items():
+            self._stages.add((stage,), seconds)
 
     def snapshot(self) -> RequestTotals:
         seconds, num_bytes, ranges = (each.snapshot() for each in self._transfers)
@@ -96,6 +101,7 @@ class RequestMetrics(RequestObserver):
             prompts=self._prompts.snapshot(),
             answers=self._answers.snapshot(),
             parts=self._parts.snapshot(),
+            stages=self._stages.snapshot(),
             transfer_seconds=seconds,
             transfer_bytes=num_bytes,
             transfer_ranges=ranges,
@@ -110,3 +116,10 @@ def _parts(ledger: LatencyLedger) -> dict[str, float]:
     for part, ns in ledger.first + ledger.rest:
         parts[part] = parts.get(part, 0.0) + ns / 1e9
     return parts
+
+
+def stages(ledger: LatencyLedger) -> dict[str, float]:
+    """Seconds of a request by `STAGES`; `inference` is prefill and decode together."""
+    queue_s = sum(ns for part, ns in ledger.first if part in QUEUEING) / 1e9
+    prefill_s, decode_s = ledger.ttft_ns / 1e9 - queue_s, (ledger.total_ns - ledger.ttft_ns) / 1e9
+    return dict(zip(STAGES, (queue_s, prefill_s, decode_s, prefill_s + decode_s), strict=True))

@@ -15,6 +15,7 @@ from cluster.spec import (
     GatewaySpec,
     HealthSpec,
     LogSpec,
+    MetricsSpec,
     PoolSpec,
     Resources,
 )
@@ -38,6 +39,7 @@ BLOCKS = [
     (ClassSpec, SCHEMA["definitions"]["class"]),
     (HealthSpec, CLUSTER["properties"]["health"]),
     (ElasticSpec, CLUSTER["properties"]["elastic"]),
+    (MetricsSpec, CLUSTER["properties"]["metrics"]),
     (LogSpec, CLUSTER["properties"]["logs"]),
     (PoolSpec, POOL),
     (ParallelConfig, POOL["properties"]["parallel"]),

@@ -15,6 +15,7 @@ def exposition(
     decisions: Counts | None = None,
     *,
     active: int = 0,
+    compat: str | None = None,
     responses: Rows = (),
 ) -> str:
-    return exposition_of([ModelMetrics(attainment, view, active)], gateway, view, decisions, responses)
+    return exposition_of([ModelMetrics(attainment, view, active)], gateway, view, decisions, compat, responses)

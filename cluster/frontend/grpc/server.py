@@ -12,13 +12,13 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from cluster.frontend.auth import Guard, Tls
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.grpc.health import HealthService
 from cluster.frontend.grpc.interceptors import KeyInterceptor, ResponseInterceptor
+from cluster.frontend.grpc.reflection import add_reflection
 from cluster.frontend.grpc.services import AdminService, InferenceService, add_inference_service
 from cluster.frontend.preprocessing import PreprocessingPool
 from cluster.frontend.served_models import ServedModels
@@ -73,7 +73,7 @@ class GrpcServer:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(models), server)
         self._health = HealthService(self._context.queries, ("", INFERENCE), (ADMIN, health.SERVICE_NAME))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        add_reflection((INFERENCE, ADMIN, health.SERVICE_NAME), server)
         port = _bind(server, spec.host, spec.grpc_port, _credentials(self.guard))
         await server.start()
         for preprocessing in pools if self._eager else ():

@@ -302,7 +302,7 @@ async def metrics_text(models: ServedModels) -> str:
         ModelMetrics(context.dispatcher.slo_attainment(), context.dispatcher.view, gateway.active)
         for context, gateway in zip(models.context.models, models.gateways, strict=True)
     ]
-    extra = decided, models.responses.rows()
+    extra = decided, models.spec.metrics.compat, models.responses.rows()
     # In a thread: a thousand series take about 15 ms, which would delay tokens.
     return await asyncio.to_thread(exposition_of, parts, models.context.name, models.view, *extra)
 

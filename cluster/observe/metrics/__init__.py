@@ -12,6 +12,7 @@ from cluster.observe.metrics.requests import request_families
 from cluster.observe.metrics.responses import response_families
 from cluster.observe.metrics.slo_metrics import decision_families, slo_families
 from cluster.observe.metrics.supervision import supervision_families
+from cluster.observe.metrics.vllm import vllm_families
 from cluster.observe.metrics.workers import worker_families
 from cluster.policy.slo_attainment import GatewayAttainment
 from diptych.view import ClusterView
@@ -31,9 +32,10 @@ def exposition_of(
     gateway: str,
     view: ClusterView,
     decisions: Counts | None = None,
+    compat: str | None = None,
     responses: Rows = (),
 ) -> str:
-    """The text that Prometheus scrapes. Every metric has the label `gateway`.
+    """The text that Prometheus scrapes. Every metric has the label `gateway`, except those that `compat` adds.
 
     `parts`: by model; of several, requests, pools and workers have the label `model`. `view`: of all. `decisions`: of
     the elastic policy, as (kind, outcome, count); None: there is no policy, or the controller is away. `responses`:
@@ -52,6 +54,8 @@ def exposition_of(
         yield from supervision_families(gateway, view)
         yield from each(lambda part: worker_families(gateway, part.view))
         yield from response_families(gateway, responses)
+        if compat == "vllm":
+            yield from each(lambda part: vllm_families(part.attainment, gateway, part.view))
 
     registry = CollectorRegistry()  # one per scrape, so that nothing is global
     registry.register(_Collector(families()))
@@ -59,11 +63,14 @@ def exposition_of(
 
 
 def _by_model(parts: Iterable[tuple[str, Iterable[Metric]]]) -> Iterable[Metric]:
-    """The families of all models; their samples have the label `model`."""
+    """The families of all models; their samples have the label `model`, unless they are vLLM's with `model_name`."""
     found: dict[str, Metric] = {}
     for model, families in parts:
         for family in families:
-            samples = [each._replace(labels={**each.labels, "model": model}) for each in family.samples]
+            samples = [
+                each if "model_name" in each.labels else each._replace(labels={**each.labels, "model": model})
+                for each in family.samples
+            ]
             known = found.setdefault(family.name, family)
             known.samples = samples if known is family else known.samples + samples
     return found.values()

@@ -8,7 +8,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from cluster.offline.report.gantt import request_gantt
 from cluster.offline.report.pictures import attainment_curves, goodput_bars, latency_curves, phase_bars, scatter
+from cluster.offline.report.spans import typical
 from cluster.offline.report.style import png
 from cluster.offline.report.system_result import SystemResult, unit_of
 from cluster.offline.report.table import NOTHING, Grid, comparison, details, pools
@@ -54,6 +56,11 @@ def pictures(systems: Sequence[SystemResult]) -> Iterator[Picture]:
         yield Picture("requests", "TTFT and TPOT of every request, and the SLO.", partial(scatter, runs, slo))
     if any(system.figures.phases_s for system in systems):
         yield Picture("phases", "Where a finished request's time went, on average.", partial(phase_bars, systems))
+    for number, run in enumerate(runs):
+        for percentile, which in ((50, "median"), (99, "slow")):
+            if (served := typical(run, percentile)) is not None:
+                caption = f"A {which} request of {run.system}: the {percentile}th percentile of E2E."
+                yield Picture(f"request-{number}-p{percentile}", caption, partial(request_gantt, served))
 
 
 def ran(systems: Sequence[SystemResult]) -> Grid:

@@ -7,20 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from cluster.offline.report.style import (
-    BLUE,
-    COLOURS,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    look,
-    panels,
-    plain,
-    styled,
-)
+from cluster.offline.report.gantt import PHASE_COLOURS
+from cluster.offline.report.style import BLUE, COLOURS, GREEN, GREY, RED, look, panels, plain, styled
 from cluster.offline.report.system_result import SystemResult, unit_of
 from cluster.offline.scoring.figures import Figures, Percentiles, attainment, slo_text
 from cluster.offline.scoring.goodput import Goodput
@@ -30,19 +18,6 @@ from workers.request import SLO
 
 LINES = {"p50": "-", "p90": "--", "p99": ":"}
 COLUMNS = 3
-PHASE_COLOURS = {
-    "admission": GREY,
-    "route": GREY,
-    "reserve": "#B0B0B0",
-    "prefill_queue": SKY,
-    "prefill_compute": BLUE,
-    "prefill_wire": "#C8D8E8",
-    "transfer_wait": PURPLE,
-    "decode_queue": ORANGE,
-    "decode_compute": RED,
-    "decode_wire": "#F0D8C8",
-    "recovery": "#000000",
-}
 # name -> figure, factor, and its SLO
 METRICS: Mapping[str, tuple[Callable[[Figures], Percentiles | None], float, Callable[[SLO], float | None]]] = {
     "TTFT, s": (lambda figures: figures.ttft_s, 1.0, lambda slo: slo.ttft_s),

@@ -1,10 +1,10 @@
-"""Spans of a run for charts: a request's phases, and steps in lanes. Pure."""
+"""Spans of a run for charts: a request's phases, steps in lanes, and which request to show. Pure."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from cluster.observe.ledger import Span, is_visible, phase_spans, transfer_span
-from cluster.offline.scoring.records import Served, StepRecord
+from cluster.offline.scoring.records import RequestOutcome, Run, Served, StepRecord
 
 T = TypeVar("T")
 
@@ -56,3 +56,10 @@ def in_lanes(
         free[lane : lane + 1] = [end]
         found.append((lane, one))
     return tuple(found)
+
+
+def typical(run: Run, percentile: float = 50.0) -> Served | None:
+    """The finished request with a ledger at this percentile of E2E; None if there is none."""
+    finished = [each for each in run.served if each.outcome is RequestOutcome.FINISHED and each.ledger is not None]
+    ordered: Sequence[Served] = sorted(finished, key=lambda each: (each.e2e_s or 0.0, each.index))
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percentile / 100.0))] if ordered else None

@@ -38,6 +38,16 @@ class Histograms:
     bounds: tuple[float, ...]
     rows: tuple[HistogramRow, ...] = ()
 
+    def summed(self, *first: str) -> "Histograms":
+        """The sum of all rows whose labels begin with `first`, as one row without labels."""
+        rows = [row for row in self.rows if row.labels[: len(first)] == first]
+        counts = tuple(map(sum, zip(*(row.counts for row in rows), strict=True))) or (0,) * (len(self.bounds) + 1)
+        return Histograms(self.bounds, (HistogramRow((), counts, sum(row.total for row in rows)),))
+
+    def ending(self, last: str) -> "Histograms":
+        """The rows whose last label is `last`."""
+        return Histograms(self.bounds, tuple(row for row in self.rows if row.labels[-1] == last))
+
 
 class HistogramBuilder:
     """Builds `Histograms`. The caller bounds the label sets; those of `begun` exist from the start."""
@@ -89,6 +99,7 @@ class RequestTotals:
     prompts: Histograms = _TOKENS  # class
     answers: Histograms = _TOKENS  # class
     parts: Histograms = _SECONDS  # part of the ledger
+    stages: Histograms = _SECONDS  # queue, prefill, decode, inference: as vLLM divides a request
     transfer_seconds: Histograms = _SECONDS  # transport
     transfer_bytes: Histograms = _BYTES  # transport
     transfer_ranges: Histograms = _RANGES  # transport

@@ -6,11 +6,15 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pool
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.events import Completed
 from cluster.frontend.grpc.health import HealthService
+from cluster.frontend.grpc.reflection import V1
 from cluster.frontend.grpc.server import GrpcServer
 from cluster.frontend.servers import open_servers
 from diptych.client import AsyncClient
@@ -90,6 +94,25 @@ async def test_reflection_lists_the_services(client: AsyncClient) -> None:
         answer = await anext(aiter(call))
     names = {service.name for service in answer.list_services_response.service}
     assert {INFERENCE, ADMIN, "grpc.health.v1.Health"} <= names
+
+
+async def test_reflection_v1_has_its_own_messages(client: AsyncClient) -> None:
+    """As clients ask who know nothing of v1alpha; what they are told describes v1 itself."""
+    pool = descriptor_pool.DescriptorPool()
+    asked = [{"fileContainingSymbol": V1}, {"listServices": ""}, {"fileContainingSymbol": INFERENCE}]
+    async with grpc.aio.insecure_channel(client.endpoint) as channel:
+        call: Any = channel.stream_stream(f"/{V1}/ServerReflectionInfo")
+        raw = [ParseDict(each, reflection_pb2.ServerReflectionRequest()).SerializeToString() for each in asked]
+        answers = [answer async for answer in call(iter(raw))]
+    described = reflection_pb2.ServerReflectionResponse.FromString(answers[0]).file_descriptor_response
+    (file,) = described.file_descriptor_proto
+    pool.AddSerializedFile(file)
+    (method,) = pool.FindServiceByName(V1).methods
+    response = GetMessageClass(method.output_type)
+    assert response.DESCRIPTOR.full_name == "grpc.reflection.v1.ServerReflectionResponse"
+    listed, inference = (cast(Any, response).FromString(answer) for answer in answers[1:])
+    assert {INFERENCE, ADMIN, V1} <= {service.name for service in listed.list_services_response.service}
+    assert inference.file_descriptor_response.file_descriptor_proto
 
 
 async def test_close_lets_running_requests_finish(dispatcher: FakeDispatcher) -> None:

@@ -10,7 +10,7 @@ from cluster.frontend.servers import Servers
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
-from cluster.spec import ClassSpec, ClusterSpec, ElasticSpec, HealthSpec
+from cluster.spec import ClassSpec, ClusterSpec, ElasticSpec, HealthSpec, MetricsSpec
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, split_spec
 from tests.frontend.grpc.fake import ByteTokenizer
@@ -46,6 +46,7 @@ def spec() -> ClusterSpec:
         health=HealthSpec(heartbeat_s=0.05, dead_after_s=60.0),
         gateway=replace(plain.gateway, replicas=2, grpc_port=0, http_port=0, classes=classes),
         elastic=ElasticSpec("advise"),
+        metrics=MetricsSpec("vllm"),
     )
 
 

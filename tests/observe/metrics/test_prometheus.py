@@ -84,6 +84,10 @@ async def until(subject: Subject, expression: str, value: float) -> None:
         ('sum(diptych_slo_requests_total{class="fast", kind="both", attained="yes"})', 4),
         ('sum(diptych_slo_requests_total{class="hopeless", kind="ttft", attained="no"})', 3),
         ('max(diptych_workers{role="decode", state="ready"})', 2),
+        ("sum(vllm:generation_tokens_total)", TOKENS),
+        ('sum(vllm:request_success_total{finished_reason="length"})', ANSWERS),
+        ("sum(vllm:e2e_request_latency_seconds_count)", ANSWERS),
+        ('count(vllm:kv_cache_usage_perc{model_name="modelled"})', 3),
     ],
 )
 async def test_prometheus_counts_the_sent_requests(subject: Subject, expression: str, value: float) -> None:

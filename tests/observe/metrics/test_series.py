@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.events import Completed
 from cluster.observe.ledger import PHASES, LatencyLedger
+from cluster.observe.metrics.vllm import vllm_families
 from cluster.observe.request_metrics import RequestMetrics
-from cluster.policy.estimate.histograms import TOKENS, HistogramBuilder
+from cluster.policy.estimate.histograms import TOKENS, HistogramBuilder, RequestTotals
 from cluster.policy.slo_attainment import OTHER, OUTCOMES, Ended, GatewayAttainment
-from cluster.spec import Role
+from cluster.spec import MetricsSpec, Role, SpecError
+from cluster.spec_file import parse_spec
 from diptych.view import REFUSALS, ClusterView, PoolView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
 from tests.observe.exposition import exposition
@@ -31,8 +34,8 @@ from workers.request import SLO, FinishReason, Request
 from workers.stats import BorrowStats, Pulls, TierStats, WorkerStats
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "metrics.md"
-ROW = re.compile(r"^\| `(diptych_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", re.M)
-COMMON = {"gateway", "le"}
+ROW = re.compile(r"^\| `((?:diptych_|vllm:)\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", re.M)
+COMMON = {"gateway", "model_name", "engine", "le"}
 REPORT = TransferReport("lease", "tcp", "path", 3, 4096, 1, 3, 1, 3, 0.002, 0.001, 0.003)
 
 
@@ -86,13 +89,89 @@ def test_every_series_of_dashboard_and_rules_exists(texts: list[str]) -> None:
 def test_our_metrics_have_base_units_and_a_gateway_label(texts: list[str]) -> None:
     for number, text in enumerate(texts):
         for family in families(text):
+            if family.name.startswith("vllm:"):
+                assert all({"model_name", "engine"} <= sample.labels.keys() for sample in family.samples)
+                continue
             assert family.name.startswith("diptych_")
             assert not re.search(r"_(ms|milliseconds|us|kb|mb|percent)(_|$)", family.name)
             assert {sample.labels["gateway"] for sample in family.samples} == {f"gateway-{number}"}
 
 
 def test_promtool_accepts_our_metrics(texts: list[str]) -> None:
-    assert promtool("check", "metrics", stdin=texts[0]) == ""
+    ours = [line for line in texts[0].splitlines() if "vllm:" not in line]
+    assert promtool("check", "metrics", stdin="\n".join(ours) + "\n") == ""
+
+
+def test_vllm_metrics_equal_ours(texts: list[str]) -> None:
+    text = texts[0]
+    for theirs, ours in (
+        ("vllm:generation_tokens_total", "diptych_generated_tokens_total"),
+        ("vllm:prompt_tokens_total", "diptych_prompt_tokens_total"),
+        ("vllm:request_success_total", "diptych_finished_total"),
+        ("vllm:time_to_first_token_seconds_sum", "diptych_time_to_first_token_seconds_sum"),
+        ("vllm:time_to_first_token_seconds_bucket", "diptych_time_to_first_token_seconds_bucket"),
+        ("vllm:inter_token_latency_seconds_count", "diptych_inter_token_seconds_count"),
+        ("vllm:e2e_request_latency_seconds_sum", "diptych_request_seconds_sum"),
+        ("vllm:nixl_bytes_transferred_sum", "diptych_transfer_bytes_sum"),
+        ("vllm:prefix_cache_queries_total", "diptych_worker_prefix_query_tokens_total"),
+    ):
+        assert value(text, theirs) == pytest.approx(value(text, ours)) and value(text, ours) > 0, theirs
+    parts = ("prefill", "decode", "inference")
+    prefill, decode, both = (value(text, f"vllm:request_{part}_time_seconds_sum") for part in parts)
+    assert both == pytest.approx(prefill + decode)
+    queued = value(text, "vllm:request_queue_time_seconds_sum")
+    assert queued + both == pytest.approx(value(text, "diptych_ledger_seconds_sum"))
+
+
+def test_only_one_gateway_exports_vllm_metrics_of_workers(texts: list[str]) -> None:
+    engines = [
+        {sample.labels["engine"] for family in families(text) for sample in family.samples if "engine" in sample.labels}
+        for text in texts
+    ]
+    assert engines == [{"gateway-0", "prefill-0", "decode-0", "decode-1"}, {"gateway-1"}]
+
+
+@pytest.mark.parametrize("outcome", [outcome for outcome in OUTCOMES if outcome != "completed"])
+def test_vllm_metrics_of_requests_count_only_completed_ones(outcome: str) -> None:
+    tally = RequestMetrics(["fast"])
+    tally.add(Ended(outcome, "fast", waited_s=0.5), None, ())
+    text = exposition(replace(GatewayAttainment(), totals=tally.snapshot()), "gateway-0", compat="vllm")
+    assert value(text, "diptych_request_seconds_count", outcome=outcome) == 1
+    theirs = [sample for family in families(text) for sample in family.samples if family.name.startswith("vllm:")]
+    assert theirs and {sample.value for sample in theirs} == {0.0}
+
+
+def test_vllm_latency_counts_completed_requests() -> None:
+    tally = RequestMetrics([])
+    ledger = LatencyLedger((("admission", 10**9),), (), 10**9, 10**9)
+    tally.add(Ended("completed", waited_s=3.0), Completed(FinishReason.STOP, 5, 4, 0, 1, ledger, ()), ())
+    tally.add(Ended("refused"), None, ())
+    text = exposition(replace(GatewayAttainment(), totals=tally.snapshot()), "gateway-0", compat="vllm")
+    name = "vllm:e2e_request_latency_seconds"
+    assert (value(text, f"{name}_count"), value(text, f"{name}_sum")) == (1, 3.0)
+    assert value(text, "vllm:request_success_total") == 1
+
+
+def test_vllm_waiting_requests_include_gateways_and_workers() -> None:
+    workers = tuple(WorkerView(name, "p", Role.MIXED, WorkerState.READY, stats=STATS) for name in ("w0", "w1"))
+    view = ClusterView(1, "c", None, workers, gateways=("gateway-x", "gateway-a"))
+    texts = [
+        exposition(replace(GatewayAttainment(), queued=queued), name, view, compat="vllm")
+        for name, queued in (("gateway-x", 5), ("gateway-a", 70))
+    ]
+    assert value(texts[1], "vllm:num_requests_waiting", engine="gateway-a") == 70
+    assert sum(value(text, "vllm:num_requests_waiting") for text in texts) == 5 + 70 + 2 * STATS.waiting
+    assert sum(value(text, "vllm:num_requests_running") for text in texts) == 2 * STATS.running
+
+
+def test_vllm_metrics_are_exported_only_if_configured() -> None:
+    assert "vllm:" not in exposition(GatewayAttainment(), "gateway-0")
+    assert "vllm:" in exposition(GatewayAttainment(), "gateway-0", compat="vllm")
+    pools = {"model": "m", "pools": [{"name": "both", "role": "mixed"}]}
+    assert parse_spec(pools).metrics == MetricsSpec(None)
+    assert parse_spec(pools | {"metrics": {"compat": "vllm"}}).metrics.compat == "vllm"
+    with pytest.raises(SpecError, match="compat 'sglang' is not one of vllm"):
+        parse_spec(pools | {"metrics": {"compat": "sglang"}})
 
 
 TIER = TierStats("disk", 24, 25, 26, 27, 28, 29, 30, 31, 32, "", 33, 37.5, 38)
@@ -128,7 +207,7 @@ def test_live_workers_export_statistics_and_dead_ones_role_and_failures() -> Non
     counts: dict[str, Any] = {"restarts": 23, "failures": 3}
     dead = WorkerView("d1", "decode", Role.DECODE, WorkerState.DEAD, stats=STATS, memory_bytes=21, **counts)
     view = ClusterView(1, "c", None, (living, dead), pools=(PoolView("decode", Role.DECODE, 3, 1, 4),))
-    text = exposition(GatewayAttainment(), "gateway-0", view)
+    text = exposition(GatewayAttainment(), "gateway-0", view, compat="vllm")
     there = {sample.name for family in families(text) for sample in family.samples}
     found = {name for name in there if name.startswith("diptych_worker_")}
     assert {name.removeprefix("diptych_worker_"): value(text, name) for name in found} == TOLD
@@ -139,10 +218,13 @@ def test_live_workers_export_statistics_and_dead_ones_role_and_failures() -> Non
     assert value(text, "diptych_workers", role="decode", state="ready") == 1
     assert value(text, "diptych_workers", role="decode", state="dead") == 1
     assert (value(text, "diptych_pool_workers"), value(text, "diptych_pool_target_workers")) == (1, 3)
+    theirs = ("kv_cache_usage_perc", "num_preemptions_total", "nixl_num_failed_transfers_total")
+    assert [value(text, f"vllm:{name}") for name in theirs] == [pytest.approx(0.4), 11, 16]
+    assert value(text, "vllm:nixl_num_kv_expired_reqs_total") == 12
 
 
 def test_no_metric_is_registered_globally(texts: list[str]) -> None:
-    assert not [family.name for family in REGISTRY.collect() if family.name.startswith("diptych")]
+    assert not [family.name for family in REGISTRY.collect() if family.name.startswith(("diptych", "vllm"))]
 
 
 # ---- counting ----------------------------------------------------------------------------------------------------
@@ -190,7 +272,9 @@ PARTS = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 10**12)), max
 
 
 @given(PARTS, PARTS)
-def test_ledger_parts_sum_to_the_total(first: list[tuple[str, int]], rest: list[tuple[str, int]]) -> None:
+def test_ledger_parts_and_vllm_stages_sum_to_the_total(
+    first: list[tuple[str, int]], rest: list[tuple[str, int]]
+) -> None:
     ttft_ns, rest_ns = (sum(ns for _, ns in parts) for parts in (first, rest))
     ledger = LatencyLedger(tuple(first), tuple(rest), ttft_ns, ttft_ns + rest_ns)
     tally = RequestMetrics([])
@@ -199,7 +283,20 @@ def test_ledger_parts_sum_to_the_total(first: list[tuple[str, int]], rest: list[
     whole_s = ledger.total_ns / 1e9
     assert sum(row.total for row in series_of.parts.rows) == pytest.approx(whole_s)
     assert {row.labels[0] for row in series_of.parts.rows if sum(row.counts)} == {name for name, _ in first + rest}
+    stages = {row.labels[0]: row.total for row in series_of.stages.rows}
+    assert stages["queue"] + stages["inference"] == pytest.approx(whole_s)
+    assert stages["prefill"] + stages["decode"] == pytest.approx(stages["inference"])
+    assert all(seconds >= -1e-9 for seconds in stages.values())
     assert (series_of.prompt_tokens, series_of.cached_tokens, dict(series_of.finishes)["stop"]) == (5, 2, 1)
+
+
+def test_every_finish_reason_has_a_vllm_reason() -> None:
+    tallied = replace(RequestTotals(), finishes=tuple((reason.value, 1) for reason in FinishReason))
+    series_of = replace(GatewayAttainment(), totals=tallied)
+    (ends,) = [
+        each for each in vllm_families(series_of, "gateway-1", ClusterView(0, "", None, ())) if "success" in each.name
+    ]
+    assert sum(sample.value for sample in ends.samples) == len(FinishReason)
 
 
 def test_a_tier_that_stopped_or_stores_nothing_is_unhealthy() -> None:

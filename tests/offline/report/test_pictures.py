@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from cluster.offline.report.gantt import request_gantt
 from cluster.offline.report.html import pictures
 from cluster.offline.report.pictures import attainment_curves, goodput_bars, latency_curves, phase_bars, scatter
+from cluster.offline.report.spans import phases
 from cluster.offline.report.style import NoPictures, png, save
 from tests.offline.report.compared_systems import PROMISE, systems
-from tests.offline.scoring.made import refused, split_run
+from tests.offline.scoring.made import refused, served, split_ledger, split_run
 from workers.request import SLO
 
 
@@ -69,18 +71,38 @@ def test_the_axes_of_latencies_name_units_and_percentiles() -> None:
         assert word in shown
 
 
+def test_a_requests_bars_are_its_phases() -> None:
+    one = split_run(1).served[0]
+    picture = request_gantt(one)
+    widths = [bar.get_width() for bar in panel(picture).patches]
+    lengths = [(span.end_ns - span.begin_ns) / 1e6 for span in phases(one)]
+    assert sorted(widths) == pytest.approx(sorted([*lengths, 30.0]))
+    for word in ("transfer, elapsed", "prefill compute", "prefill-0 to decode-0", "300 prompt tokens", "ms since"):
+        assert word in texts(picture)
+
+
+def test_a_long_request_is_shown_in_seconds() -> None:
+    ledger = split_ledger(queue_ms=20_000, compute_ms=40, wait_ms=10, decode_ms=105)
+    shown = texts(request_gantt(served(0, 0.0, [20.045, 20.163], ledger=ledger)))
+    for word in ("s since the request arrived", "20 s", "40 ms", "TTFT 20 s"):
+        assert word in shown
+    assert "ms since" not in shown
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_the_same_figures_give_the_same_bytes(tmp_path: Path, suffix: str) -> None:
     run = split_run(4)
     one, two = (save(scatter([run], PROMISE), tmp_path / f"{n}" / f"a{suffix}").read_bytes() for n in range(2))
     assert one == two
-    assert save(phase_bars(systems()), tmp_path / f"b{suffix}").read_bytes() != one
+    assert save(request_gantt(run.served[0]), tmp_path / f"b{suffix}").read_bytes() != one
 
 
 def test_everything_is_drawn_for_a_run_without_a_served_request() -> None:
     run = replace(split_run(1), served=(refused(0, 0.0),), steps=(), workers=())
     assert png(scatter([run], SLO())).startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="to draw"):
+        request_gantt(run.served[0])
     for across in (goodput_bars, attainment_curves, latency_curves, phase_bars):
         with pytest.raises(ValueError, match="to draw"):
             across([])
@@ -90,7 +112,7 @@ def test_pictures_have_distinct_names() -> None:
     made = list(pictures(systems()))
     names = [each.name for each in made]
     assert len(set(names)) == len(names)
-    assert {"goodput", "attainment", "latency", "requests", "phases"} <= set(names)
+    assert {"goodput", "attainment", "latency", "requests", "phases", "request-0-p50"} <= set(names)
 
 
 def test_without_matplotlib_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

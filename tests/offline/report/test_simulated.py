@@ -66,4 +66,4 @@ def test_its_trace_is_valid_and_has_every_kv_handoff(run: Run) -> None:
 @pytest.mark.full  # test_html.py writes a page of given figures
 def test_its_page_is_written(run: Run, made: Figures, tmp_path: Path) -> None:
     written = page("simulated", [SystemResult("two-and-two", made, run=run)])
-    assert written.count("<img") == 2 and "two-and-two" in written
+    assert written.count("<img") == 4 and "two-and-two" in written

@@ -1,12 +1,13 @@
 """Spans of requests and steps, and their lanes."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.observe.ledger import PHASES, LatencyLedger
-from cluster.offline.report.spans import lanes, phases, transfer, whole
+from cluster.offline.report.spans import lanes, phases, transfer, typical, whole
 from cluster.offline.scoring.records import RequestOutcome, StepRecord
 from tests.offline.scoring.made import refused, served, split_run
 
@@ -66,3 +67,11 @@ def test_what_took_less_than_a_microsecond_is_no_phase_and_moves_nothing() -> No
         ("route", 0, 5_000),
         ("decode_compute", 5_001, 7_001),
     ]
+
+
+def test_the_typical_request_stands_in_the_middle() -> None:
+    run = split_run(5, tokens=8)
+    assert typical(run) is not None
+    slow = typical(run, 100.0)
+    assert slow is not None and slow.e2e_s == max(each.e2e_s or 0.0 for each in run.served)
+    assert typical(replace(run, served=(refused(0, 0.0),))) is None
