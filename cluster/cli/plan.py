@@ -11,7 +11,7 @@ import click
 from cluster.cli.address import access_options
 from cluster.cli.comparison import positive_slo
 from cluster.cli.groups import FILE, JSON, KV_LINK, SHARE, GroupedCommand, grouped
-from cluster.cli.screen import print_json, say
+from cluster.cli.screen import print_json, print_lines, say
 from cluster.cli.search import INTERRUPTED, SearchProgress, cut_short, search
 from cluster.cli.trace import duration
 from diptych.access import Access
@@ -46,7 +46,7 @@ class PlanOptions:
     ttft: float | None
     tpot: float | None
     target: float
-    objective: str
+    objective: str | None
     kv_link: str
     price: tuple[str, ...]
     costs: str
@@ -85,8 +85,8 @@ effort = grouped("Simulation")
 @machines(
     "--objective",
     type=click.Choice(("gpus", "cost", "power", "throughput")),
-    default="gpus",
-    help="Goodput per GPU, dollar or watt, or goodput alone; with --rate the least GPUs, dollars or watts.",
+    help="Goodput per GPU, dollar or watt, or goodput alone; with --rate the least GPUs, dollars or watts. "
+    "[default: gpus; cost with several GPU types]",
 )
 @machines("--kv-link", type=KV_LINK, default="inter-node", help="Split across nodes, or pairs inside nodes.")
 @machines(
@@ -182,7 +182,7 @@ def _request(options: PlanOptions, hardware: Sequence[str], gpus: int, load: "Pl
         nodes=options.nodes,
         rate=options.rate,
         target=options.target,
-        objective=options.objective,
+        objective=options.objective or ("gpus" if len(hardware) == 1 else "cost"),
         kv_link=options.kv_link,
         requests=options.requests,
         seeds=tuple(range(options.seeds)),
@@ -195,8 +195,7 @@ def _request(options: PlanOptions, hardware: Sequence[str], gpus: int, load: "Pl
 def _print_estimate(options: PlanOptions, lines: list[str]) -> None:
     """Print the estimate before the simulation, unless the output is JSON, which has both in one object."""
     if not options.as_json:
-        click.echo("\n".join([*lines, ""]))
-        sys.stdout.flush()
+        print_lines([*lines, ""])
 
 
 def _print_answer(options: PlanOptions, lines: list[str], value: dict[str, Any], ended_by: str, limit_s: float) -> None:
@@ -204,7 +203,7 @@ def _print_answer(options: PlanOptions, lines: list[str], value: dict[str, Any],
     if options.as_json:
         print_json({**value, "ended_by": ended_by})
     else:
-        click.echo("\n".join([*lines, *cut_short(ended_by, limit_s)]))
+        print_lines([*lines, *cut_short(ended_by, limit_s)])
     if ended_by == "Ctrl-C":
         sys.exit(INTERRUPTED)
 

@@ -1,7 +1,9 @@
 """Prints answers, KV handoffs, ledgers, workers, pools and decisions on a terminal or as JSON. Opens no connection."""
 
 import json
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -40,6 +42,28 @@ def console(stderr: bool = False) -> "Console":
 def say(line: str) -> None:
     """Print a line on stderr; stdout is for output that a program may read."""
     click.echo(line, err=True)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """On a terminal, break long lines at its width, with a hanging indent; in a pipe, print them as they are."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    click.echo("\n".join(hanging(line, width) for line in lines))
+    sys.stdout.flush()
+
+
+def hanging(line: str, width: int) -> str:
+    """The line in pieces of at most `width` columns, the later ones indented further; as it is with width 0."""
+    if not width or len(line) <= width:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        line.strip(),
+        max(width, len(indent) + 24),
+        initial_indent=indent,
+        subsequent_indent=f"{indent}    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def print_json(value: Any) -> None:

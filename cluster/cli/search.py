@@ -1,15 +1,12 @@
 """Runs a search with a time limit: shows progress and a first answer, and ends at Ctrl-C with the best so far."""
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
-import click
-
-from cluster.cli.screen import console, say
+from cluster.cli.screen import console, print_lines, say
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -58,8 +55,7 @@ class SearchProgress:
     def _print(self, lines: list[str]) -> None:
         if self._live is not None:
             self._live.stop()
-        click.echo("\n".join([*lines, ""]))
-        sys.stdout.flush()
+        print_lines([*lines, ""])
         if self._live is not None:
             self._live.start()
 

@@ -8,7 +8,7 @@ from io import StringIO
 
 import pytest
 
-from cluster.cli.screen import LINE_S, ProgressLines, progress_bar
+from cluster.cli.screen import LINE_S, ProgressLines, hanging, progress_bar
 
 
 def seen(terminal: int) -> str:
@@ -56,3 +56,12 @@ def test_without_a_terminal_progress_is_printed_every_few_seconds(capsys: pytest
         "requests finished",
         *(f"requests finished: {done} of 8 ({done / 8:.0%})" for done in (2, 4, 6, 8)),
     ]
+
+
+def test_long_lines_hang_at_a_terminals_width() -> None:
+    line = "  goodput at least 20.96 requests/s on 2 GPUs: at least 90 % of requests with TTFT <= 0.4 s"
+    assert hanging(line, 0) == line == hanging(line, 200)
+    first, *rest = hanging(line, 40).split("\n")
+    assert first.startswith("  goodput") and rest and all(each.startswith("      ") for each in rest)
+    assert all(len(each) <= 40 for each in (first, *rest))
+    assert " ".join(" ".join((first, *rest)).split()) == line.strip()

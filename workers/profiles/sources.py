@@ -100,7 +100,7 @@ def profile_of(
     )
     setting = f"{shape.name} on {sheet.name}, TP {tensor}, PP {pipeline}"
     return Profile(
-        whole, name, f"steps of {setting}: {words}; transfers by {gpus} GPUs at once: {used_link.provenance}"
+        whole, name, f"steps of {setting}: {words}; transfers by {gpus} GPU{'s' * (gpus > 1)}: {used_link.provenance}"
     )
 
 

@@ -132,7 +132,15 @@ def rank_by_estimate(request: PlanRequest, trials: Sequence[Trial], keep: int) -
     hopeful = [trial for trial in trials if trial.unloaded >= request.target - MARGIN and trial.estimate > 0.0]
     rated = [(trial, min(trial.estimate, trial.max_rate)) for trial in hopeful]
     rated.sort(key=lambda each: (-min(each[1], request.rate or inf) / each[0].weight, -each[1] / each[0].weight))
+    if keep == 1:  # the smallest of those that closed forms do not tell apart
+        alike = [each for each in rated if _value(request, each) >= _value(request, rated[0]) * (1.0 - GRAIN)]
+        rated = sorted(alike, key=lambda each: each[0].weight)
     return rated[:keep]
+
+
+def _value(request: PlanRequest, rated: tuple[Trial, float]) -> float:
+    trial, rate = rated
+    return min(rate, request.rate or inf) / trial.weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ FIRST_UNTIL, COLOCATED_UNTIL, SPLIT_UNTIL = (
 )  # shares of the time after which no more instances are tried
 COARSE = 0.05  # relative tolerance where only the ranking matters
 
-BEST_SO_FAR = "best so far"
+FIRST_VERDICT, BEST_SO_FAR = "first verdict", "best so far"
 
 OnProgress = Callable[[str, str], None]  # what is tried, how far it is
 
@@ -126,10 +126,11 @@ class PlacementSearch:
             self.race.run(partial(self._past, FIRST_UNTIL))
         except TimeUp:
             self._complete = False
+        self._on_progress(FIRST_VERDICT, "decided" if self.race.decided else "not decided in its share of the time")
         self._requests += self.race.requests
 
     def _on_first(self, layout: str, rate: float) -> None:
-        self._on_progress("first verdict", f"trying {rate:.3g} requests/s on {layout}")
+        self._on_progress(FIRST_VERDICT, f"trying {rate:.3g} requests/s on {layout}")
 
     def _on_option(self, option: Option) -> None:
         """Show it if it is the best so far."""

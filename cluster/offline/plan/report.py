@@ -65,7 +65,7 @@ def _evidence(request: PlanRequest, option: Option) -> list[str]:
     if request.rate is None and (copies := request.gpus // option.layout.gpus) > 1:
         lines.append(f"{request.gpus} GPUs hold {copies} of this layout")
     if request.unit == "W":
-        lines.append(f"{option.trial.weight:g} {request.unit}, {option.value:.4g} requests/s for each {request.unit}")
+        lines.append(f"{option.trial.weight:g} {request.unit}, {option.value:.4g} requests/s per {request.unit}")
     if option.serves is not None:
         met = option.serves
         lines.append(

@@ -81,7 +81,9 @@ class PlanRequest:
         sheet = hardware_of(name)
         sheet = replace(sheet, price_per_hour=self.prices.get(name, sheet.price_per_hour))
         if self.objective == "cost" and sheet.price_per_hour is None:
-            raise PlanError(f"no price of {name} is known; give it with --price {name}=DOLLARS an hour")
+            raise PlanError(
+                f"no price of {name} is known; give it with --price {name}=DOLLARS an hour, or take --objective gpus"
+            )
         return sheet if self.nodes is None else replace(sheet, gpus_per_node=self.gpus // self.nodes)
 
     @cached_property
@@ -121,7 +123,7 @@ class PlanRequest:
         if self.rate is not None:
             least = {"cost": "dollars", "power": "watts"}.get(self.objective, "GPUs")
             return f"Wanted: {self.rate:g} requests/s with the least {least}, at most {self.gpus} GPUs."
-        most = "" if self.objective == "throughput" else f" for each {self.unit}"
+        most = "" if self.objective == "throughput" else f" per {self.unit}"
         return (
             f"Wanted: the most requests/s{most}, at most {self.gpus} GPUs; --rate R: the least that serve R requests/s."
         )

@@ -66,7 +66,7 @@ def _excluded(request: PlanRequest, race: Race, best: Option) -> list[str]:
 def _rate_of(request: PlanRequest, trial: Trial, rate: float) -> str:
     if request.rate is not None or request.objective == "throughput":
         return rate_text(rate, trial.gpus)
-    return f"{rate / trial.weight:.3g} requests/s for each {request.unit}"
+    return f"{rate / trial.weight:.3g} requests/s per {request.unit}"
 
 
 def judge(request: PlanRequest, options: Sequence[Option], complete: bool = True) -> PlanVerdict:
@@ -118,12 +118,12 @@ def _beats(request: PlanRequest, simple: Option, other: Option) -> tuple[bool, s
     total = request.objective == "throughput"
     pairs = (simple.goodput.by_seed, other.goodput.by_seed) if total else (simple.values, other.values)
     found = difference(*pairs)
-    unit = "requests/s" if total else f"requests/s for each {request.unit}"
+    unit = "requests/s" if total else f"requests/s per {request.unit}"
     if len(request.seeds) > 1:
         better = found.low > 0.0
     else:  # no interval: by more than the search's own error
         better = found.mean > 2.0 * request.tolerance * (simple.goodput.rate if total else simple.value)
-    words = f"the goodput of {other.layout.kind} over {simple.layout.kind} is {found.description(unit)}"
+    words = f"{other.layout.kind} serves {found.description(unit, simple.layout.kind)}"
     if not better and found.mean > 0.0:
         words += ", which may be chance; the simpler one is preferred"
     return better, words
@@ -137,9 +137,9 @@ class Difference:
     low: float
     high: float
 
-    def description(self, unit: str) -> str:
-        sure = f"95 % CI {self.low:+.4g}..{self.high:+.4g}" if self.low > -inf else "one seed, no interval"
-        return f"{self.mean:+.4g} {unit} ({sure})"
+    def description(self, unit: str, left: str) -> str:
+        sure = f"95 % CI {self.low:+.3g} to {self.high:+.3g}" if self.low > -inf else "one seed, no interval"
+        return f"{abs(self.mean):.3g} {unit} {'more' if self.mean > 0.0 else 'less'} than {left} ({sure})"
 
 
 def difference(left: Sequence[float], right: Sequence[float]) -> Difference:

@@ -81,3 +81,12 @@ def test_closed_forms_load_no_simulator() -> None:
     )
     out = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_of_colocated_layouts_that_are_estimated_alike_the_smallest_is_named() -> None:
+    """Eight pipeline stages have an edge over two that closed forms cannot tell from none."""
+    load = PlanLoad.of(load_workload("poisson:rate=4,lengths=4000-8000/20-100,count=100"))
+    found = outline(plan_request(hardware=("a100-80gb",), gpus=8, load=load, slo=SLO(2.0, 0.1))).estimates
+    (colocated,) = [each for each in found if each.layout.kind == "colocated"]
+    (group,) = colocated.layout.groups
+    assert group.gpus_each == 2

@@ -215,4 +215,4 @@ def test_a_difference_has_students_interval_over_its_seeds() -> None:
 def test_a_difference_of_one_seed_has_no_interval() -> None:
     found = difference([1.0], [9.0])
     assert found.mean == 8.0 and found.low < 0.0
-    assert "one seed" in found.description("requests/s")
+    assert "one seed" in found.description("requests/s", "colocated")

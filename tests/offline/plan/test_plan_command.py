@@ -140,3 +140,16 @@ def test_a_plan_that_was_not_decided_is_not_written(tmp_path: Path) -> None:
 
 def test_help_has_examples() -> None:
     assert "--prompt 1500-2000 --output 500" in plan("--help").stdout
+
+
+def test_several_kinds_of_gpu_are_compared_by_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of one kind is not a GPU of another."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("the estimate is enough")
+
+    monkeypatch.setattr("cluster.offline.plan.budget.Budget.__init__", refuse)
+    both = [*PLACED, "--hardware", "l4,h100-80gb"]
+    assert "the most requests/s per $/h" in plan(*both).stdout
+    assert "the most requests/s per GPU" in plan(*both, "--objective", "gpus").stdout
+    assert "the most requests/s per GPU" in plan(*PLACED).stdout
