@@ -24,11 +24,6 @@ class Option:
         return self.goodput.rate / self.trial.weight
 
     @property
-    def values(self) -> list[float]:
-        """By seed."""
-        return [rate / self.trial.weight for rate in self.goodput.by_seed]
-
-    @property
     def headroom(self) -> str:
         """How many requests met each SLO at the highest rate that held, and which SLO breaks above it."""
         held = [each for each in self.goodput.probes if each.rate in self.goodput.by_seed]

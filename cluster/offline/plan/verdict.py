@@ -4,7 +4,7 @@ Colocated is the simpler system. It is chosen unless splitting is surely better:
 requested rate, or more goodput per GPU by more than chance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import fmean
@@ -116,10 +116,11 @@ def _beats(request: PlanRequest, simple: Option, other: Option) -> tuple[bool, s
         needs = f"{other.layout.kind} serves {request.rate:g} requests/s with {other_weight:g} {request.unit}"
         return other_weight < simple_weight, f"{needs}, {simple.layout.kind} with {simple_weight:g} {request.unit}"
     total = request.objective == "throughput"
-    pairs = (simple.goodput.by_seed, other.goodput.by_seed) if total else (simple.values, other.values)
-    found = difference(*pairs)
+    one, two = (dict(_values(each, 1.0 if total else each.trial.weight)) for each in (simple, other))
+    common = [seed for seed in one if seed in two]  # a search that was cut short knows fewer seeds
+    found = difference([one[seed] for seed in common], [two[seed] for seed in common])
     unit = "requests/s" if total else f"requests/s per {request.unit}"
-    if len(request.seeds) > 1:
+    if len(common) > 1:
         better = found.low > 0.0
     else:  # no interval: by more than the search's own error
         better = found.mean > 2.0 * request.tolerance * (simple.goodput.rate if total else simple.value)
@@ -127,6 +128,11 @@ def _beats(request: PlanRequest, simple: Option, other: Option) -> tuple[bool, s
     if not better and found.mean > 0.0:
         words += ", which may be chance; the simpler one is preferred"
     return better, words
+
+
+def _values(option: Option, weight: float) -> Iterator[tuple[int, float]]:
+    """Requests/s per unit of weight by seed; at least the first seed is known."""
+    return ((seed, rate / weight) for seed, rate in zip(option.goodput.seeds, option.goodput.by_seed, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,16 @@ def test_splitting_must_surely_be_better(colocated: tuple[float, ...], split: tu
     assert ("chance" in verdict.words) == (split == (10.0, 18.0, 9.0))
 
 
+def test_options_are_compared_on_the_seeds_that_both_know() -> None:
+    """A search that was cut short knows one layout with all seeds and another with the first."""
+    question = plan_request(seeds=(0, 1, 2))
+    split = option(question, "split", (20.0, 21.0, 22.0))
+    first = plan_request(seeds=(0,))
+    for rate, chosen in ((10.0, "split"), (19.5, "colocated")):
+        verdict = judge(question, [split, option(first, "colocated", (rate,))], complete=False)
+        assert verdict.chosen.layout.kind == chosen and "one seed, no interval" in verdict.words
+
+
 def test_for_a_rate_fewer_gpus_win_whatever_the_goodput() -> None:
     question = plan_request(gpus=8, rate=5.0, seeds=(0, 1))
     options = [option(question, "colocated", (50.0, 50.0), replicas=2), option(question, "split", (6.0, 6.0))]

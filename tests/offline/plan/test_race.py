@@ -50,9 +50,11 @@ def caps(request: PlanRequest) -> dict[str, float]:
     return {each.trial.layout.kind: each.cap / each.trial.gpus for each in made}
 
 
+@pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
 @pytest.mark.parametrize(("winner", "words"), [("colocated", "Do not disaggregate"), ("split", "Disaggregate")])
-def test_a_clear_winner_is_found_in_few_runs(winner: str, words: str) -> None:
-    question = plan_request(gpus=2)
+def test_a_clear_winner_is_found_in_few_runs(winner: str, words: str, seeds: tuple[int, ...]) -> None:
+    """With one seed, however many the whole search has."""
+    question = plan_request(gpus=2, seeds=seeds)
     holds = {kind: cap * (0.9 if kind == winner else 0.2) for kind, cap in caps(question).items()}
     runs = MadeUpRuns(holds)
     made = race(question, runs)
