@@ -89,15 +89,18 @@ def judge(request: PlanRequest, options: Sequence[Option], complete: bool = True
     assert best is not None, "there is an option"
     rest = sorted((each for each in options if each is not best), key=lambda each: _merit(request, each), reverse=True)
     if complete:
-        advice = _advice(best.layout.kind, bool(by_kind["colocated"]), bool(by_kind["split"]))
+        advice = _advice(request, best.layout.kind, bool(by_kind["colocated"]), bool(by_kind["split"]))
     else:  # an untried layout may be better
         advice = f"Not decided in time; the best that was simulated whole is {best.layout.kind}"
     return PlanVerdict((best, *rest), f"{advice}{': ' if why else ''}{why}")
 
 
-def _advice(kind: str, any_colocated: bool, any_split: bool) -> str:
+def _advice(request: PlanRequest, kind: str, any_colocated: bool, any_split: bool) -> str:
+    if kind == "colocated" and not any_split:
+        no_split = f"no split on up to {request.gpus} GPUs meets the SLO"
+        return f"Do not disaggregate: {no_split if request.gpus > 1 else 'a split needs two GPUs'}"
     if kind == "colocated":
-        return "Do not disaggregate" if any_split else "Do not disaggregate: no split meets the SLO"
+        return "Do not disaggregate"
     if kind == "hybrid":
         return "Disaggregate, and let the pools help each other out"
     return "Disaggregate" if any_colocated else "Disaggregate: no colocated layout meets the SLO"
