@@ -183,8 +183,9 @@ def outline(request: PlanRequest) -> Outline:
         except PlanError as error:
             refused[name] = str(error)
             continue
-        layouts = _outlined(alone, shapes) or [_closest(alone, shapes)]
-        found += [estimate(alone, full_trial(alone, layout), ends) for layout in layouts]
+        layouts = _outlined(alone, shapes)
+        of_kind = [estimate(alone, full_trial(alone, layout), ends) for layout in layouts]
+        found += of_kind or [_closest(alone, shapes, ends)]
     if not found:
         raise PlanError("; ".join(refused.values()))
     if len(request.hardware) > 1 and not refused:
@@ -209,10 +210,13 @@ def _outlined(request: PlanRequest, shapes: Sequence[WorkerGroup]) -> list[Layou
     return [*layouts.filled(layouts.colocated(shapes), room), *split]
 
 
-def _closest(request: PlanRequest, shapes: Sequence[WorkerGroup]) -> Layout:
-    """Where no layout meets the SLO: the instance that meets it for the most requests alone."""
+def _closest(request: PlanRequest, shapes: Sequence[WorkerGroup], ends: tuple[Lengths, Lengths]) -> Estimate:
+    """Where no layout meets the SLO: the instance that meets it for the most requests alone, or misses it least."""
     trials = [full_trial(request, Layout("colocated", (group,))) for group in shapes]
-    return max(trials, key=lambda each: (each.unloaded, each.gpus)).layout
+    most = max(trial.unloaded for trial in trials)
+    found = [estimate(request, trial, ends) for trial in trials if trial.unloaded == most]
+    ttft_s, tpot_s = request.slo.ttft_s or inf, request.slo.tpot_s or inf
+    return min(found, key=lambda each: max(each.ttft_s[0] / ttft_s, each.tpot_s[0] / tpot_s))
 
 
 def seconds_text(seconds: float) -> str:

@@ -107,11 +107,12 @@ def estimate_lines(request: PlanRequest, found: Outline) -> list[str]:
 def lines_of(request: PlanRequest, each: Estimate) -> list[str]:
     """One estimate: what fits, latencies, requests/s, cost, and what binds each phase."""
     cost = serving_cost(request, each.layout, min(each.rate, request.rate or inf))
+    few = f"; too few: {request.rate:g} are wanted" if request.rate and 0.0 < each.rate < request.rate else ""
     return [
         each.name,
         f"  {each.fit}",
         f"  single request: {each.latency}",
-        f"  {each.throughput}",
+        f"  {each.throughput}{few}",
         *([f"  {cost.words}"] if cost else []),
         *(f"  {one.words}" for one in each.bindings),
         *([f"  {each.margins}"] if each.rate else []),

@@ -9,6 +9,7 @@ import pytest
 from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.estimate import estimate, median_and_p99, outline, thinned
 from cluster.offline.plan.load import PlanLoad
+from cluster.offline.plan.report import lines_of
 from cluster.offline.plan.shapes import instances
 from cluster.offline.plan.trial import Trial, full_trial
 from cluster.offline.workload.load import load_workload
@@ -90,3 +91,15 @@ def test_of_colocated_layouts_that_are_estimated_alike_the_smallest_is_named() -
     (colocated,) = [each for each in found if each.layout.kind == "colocated"]
     (group,) = colocated.layout.groups
     assert group.gpus_each == 2
+
+
+def test_where_no_layout_meets_tpot_the_fastest_instance_is_named() -> None:
+    (found,) = outline(plan_request(hardware=("h100-80gb",), gpus=8, slo=SLO(1.0, 0.001))).estimates
+    (group,) = found.layout.groups
+    assert found.rate == 0.0 and group.tensor > 1 and group.pipeline == 1
+
+
+def test_an_estimate_below_the_wanted_rate_says_so() -> None:
+    question = plan_request(gpus=1, rate=1000.0)
+    lines = lines_of(question, estimate(question, trial(), ((200, 5), (600, 15))))
+    assert any(line.endswith("too few: 1000 are wanted") for line in lines)

@@ -228,7 +228,9 @@ def test_a_difference_of_one_seed_has_no_interval() -> None:
     assert "one seed" in found.description("requests/s", "colocated")
 
 
-@pytest.mark.parametrize(("gpus", "words"), [(1, "a split needs two GPUs"), (4, "no split on up to 4 GPUs meets the SLO")])
+@pytest.mark.parametrize(
+    ("gpus", "words"), [(1, "a split needs two GPUs"), (4, "no split on up to 4 GPUs meets the SLO")]
+)
 def test_without_a_split_the_verdict_says_why(gpus: int, words: str) -> None:
     question = plan_request(gpus=gpus)
     assert judge(question, [option(question, "colocated", (5.0,))]).words == f"Do not disaggregate: {words}"
