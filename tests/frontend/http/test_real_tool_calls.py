@@ -2,7 +2,9 @@
 goes back. The model is too small to choose well; what it writes is enforced.
 """
 
+import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.clients.__main__ import TEMPLATE
+from benchmarks.clients.snippets import placed, snippets
 from cluster.frontend.servers import Servers, load_tokenizer
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
@@ -38,7 +41,7 @@ ENGINE = EngineConfig(block_size=16, kv_blocks=128, max_batch_tokens=256, max_ru
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def there(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Clients, str]]:
+async def there(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Clients, str, str]]:
     try:
         model = resolve("smollm2-135m").path
     except ModelError as error:
@@ -59,14 +62,14 @@ async def there(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple
     try:
         async with clients(serving.http_urls[0], serving.endpoint) as found:
             await found.grpc.wait_ready(60.0)
-            yield found, str(folder)
+            yield found, str(folder), serving.endpoint
     finally:
         await serving.close()
 
 
-async def answer(there: tuple[Clients, str], stream: bool, **fields: Any) -> tuple[list[tuple[str, str]], str | None]:
+async def answer(there: tuple[Clients, str, str], stream: bool, **fields: Any) -> tuple[list[tuple[str, str]], str | None]:
     """The calls, and why it ended."""
-    found, model = there
+    found, model, _ = there
     ask = {"model": model, "messages": [QUESTION], "tools": TOOLS, "temperature": 0.0, "max_tokens": 80} | fields
     if not stream:
         (choice,) = (await found.openai.chat.completions.create(**ask)).choices
@@ -86,7 +89,7 @@ async def answer(there: tuple[Clients, str], stream: bool, **fields: Any) -> tup
 
 
 @pytest.mark.parametrize("name", ["weather", "now"])
-async def test_a_named_tool_is_called_once_with_arguments_of_its_schema(there: tuple[Clients, str], name: str) -> None:
+async def test_a_named_tool_is_called_once_with_arguments_of_its_schema(there: tuple[Clients, str, str], name: str) -> None:
     named = {"type": "function", "function": {"name": name}}
     calls, reason = await answer(there, False, tool_choice=named)
     assert [each for each, _ in calls] == [name] and reason == "tool_calls"
@@ -95,7 +98,7 @@ async def test_a_named_tool_is_called_once_with_arguments_of_its_schema(there: t
     assert await answer(there, True, tool_choice=named) == (calls, reason)
 
 
-async def test_required_calls_are_calls_streamed_or_not(there: tuple[Clients, str]) -> None:
+async def test_required_calls_are_calls_streamed_or_not(there: tuple[Clients, str, str]) -> None:
     calls, reason = await answer(there, False, tool_choice="required", parallel_tool_calls=False)
     assert reason == "tool_calls" and len(calls) == 1 and calls[0][0] in ("weather", "now")
     assert await answer(there, True, tool_choice="required", parallel_tool_calls=False) == (calls, reason)
@@ -107,10 +110,10 @@ SUNNY["additionalProperties"] = False
 
 @pytest.mark.parametrize(("is_strict", "is_call"), [(False, False), (False, True), (True, False)])
 async def test_the_model_decides_whether_it_calls_and_both_are_enforced(
-    there: tuple[Clients, str], is_strict: bool, is_call: bool
+    there: tuple[Clients, str, str], is_strict: bool, is_call: bool
 ) -> None:
     """What an answer begins with is what a bias favors."""
-    found, model = there
+    found, model, _ = there
     begin = await found.http.post("/tokenize", json={"model": model, "prompt": "<" if is_call else "{"})
     function = TOOLS[0]["function"] | {"strict": is_strict}
     wanted = {"type": "json_schema", "json_schema": {"name": "sunny", "schema": SUNNY}}
@@ -133,8 +136,8 @@ async def test_the_model_decides_whether_it_calls_and_both_are_enforced(
         assert choice["finish_reason"] == "stop" and set(json.loads(message["content"])) == {"sunny"}
 
 
-async def test_a_result_goes_back_to_the_model(there: tuple[Clients, str]) -> None:
-    found, model = there
+async def test_a_result_goes_back_to_the_model(there: tuple[Clients, str, str]) -> None:
+    found, model, _ = there
     named: Any = {"type": "function", "function": {"name": "weather"}}
     first = await found.openai.chat.completions.create(
         model=model,
@@ -161,3 +164,18 @@ async def test_a_result_goes_back_to_the_model(there: tuple[Clients, str]) -> No
         for each in (history, history[:1])
     ]
     assert last.usage is not None and last.usage.prompt_tokens == counted[0] > counted[1] + 20
+
+
+SHOWN = {**snippets("client.md"), **{name: snippets("http.md")[name] for name in ("openai", "anthropic")}}
+
+
+@pytest.mark.parametrize("library", SHOWN)
+async def test_a_snippet_of_the_docs_runs(there: tuple[Clients, str, str], library: str) -> None:
+    """`make clients` runs those of libraries that are not here."""
+    found, model, endpoint = there
+    source = placed(SHOWN[library], str(found.http.base_url), model, endpoint)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", source, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0 and out, err.decode()
