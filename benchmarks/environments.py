@@ -162,6 +162,14 @@ COMPLY = PeerEnvironment(
     packages=("llm-comply",),
     installs=(("llm-comply==0.5.0",),),
 )
+CANITOOLCALL = PeerEnvironment(
+    title="canitoolcall",
+    variable="DIPTYCH_CANITOOLCALL_VENV",
+    folder="canitoolcall-venv",
+    module="canitoolcall",
+    packages=("canitoolcall",),
+    installs=(("canitoolcall==0.1.1",),),
+)
 # Frontends of other systems; `python -m benchmarks peers-frontend-install` creates these environments.
 DYNAMO = PeerEnvironment(
     title="Dynamo",

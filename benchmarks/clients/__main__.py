@@ -18,12 +18,13 @@ from typing import Any
 
 import click
 
-from benchmarks.environments import COMPLY, LLAMA_INDEX, LM_EVAL, SDKS, PeerEnvironment
+from benchmarks.environments import CANITOOLCALL, COMPLY, LLAMA_INDEX, LM_EVAL, SDKS, PeerEnvironment
 from benchmarks.hosted import refuse_foreign_ray
 from cluster.offline.load import machine
 from cluster.offline.load.processes import Child
 from workers.model.store import resolve
 
+ROOT = Path(__file__).resolve().parents[2]
 START_S, CLIENT_S = 300.0, 300.0
 READY = "ready: http://"
 TEMPLATE = """{% if tools %}<|im_start|>system
@@ -49,6 +50,24 @@ EXPECTED = {
     "open-responses": {"image-input", "error-handling"},
     "anthropic": {"anth-image-input"},
 }
+PROBE = (str(CANITOOLCALL.path / "bin" / "canitoolcall"), "probe", "--concurrency", "2", "--timeout", "120")
+# Scenarios in which the model should choose a tool; this one is too small.
+CHOICES = {"single-call", "parallel-calls", "nested-args", "unicode-args", "empty-args", "reasoning-then-call"}
+REPLAY = (str(CANITOOLCALL.path / "bin" / "canitoolcall"), "run", "--engine", "benchmarks.clients.parsers:Diptych")
+# Answers that canitoolcall reads otherwise. Of those that max_tokens has cut, named "truncated", it expects no call,
+# while a stream has already sent the beginning of one.
+READ_OTHERWISE = {
+    "deepseek/vllm-v3-malformed-missing-brace",  # so does a call whose JSON is not complete
+    "qwen3-hermes/vllm-invalid-json-missing-brace",
+    "gemma4/sglang-text-around-call",  # white space after a call
+    "glm/glm47-missing-last-close-arg-value",  # </tool_call> in a value is text
+    "gpt-oss/llamacpp-builtin-python-recipient",  # a message to a tool that was not given is content
+    "gpt-oss/harmony-marker-in-reasoning",  # ends the reasoning
+    "mistral/vllm-v11-think-text",  # another template's reasoning
+    "mistral/v13think-stop-at-open-marker",  # an answer that ends with [TOOL_CALLS]
+    "qwen3-xml/llamacpp-q35-call-inside-think",  # reasoning without an end
+}
+LONGEST_ROW = 12  # cases whose names are shown
 CAPITALS = (("France", " Paris"), ("Italy", " Rome"), ("England", " London"))
 CHOICE = """task: capital_choice
 output_type: multiple_choice
@@ -113,6 +132,31 @@ def suites(url: str, model: str) -> Iterator[CaseResult]:
                 yield CaseResult(f"llm-comply {suite}", each["id"], error, each["id"] in EXPECTED[suite])
 
 
+def probe(url: str, model: str, folder: Path) -> Iterator[CaseResult]:
+    """Scenarios with tools: whole, streamed, and both compared."""
+    report = folder / "probe.json"
+    _run([*PROBE, "--base-url", url, "--model", model, "--json", str(report)])
+    for each in json.loads(report.read_text())["outcomes"]:
+        kind = "equal" if each["check"] == "stream_equals_nonstream" else "stream" if each["stream"] else "whole"
+        error = "" if each["status"] == "pass" else f"{each['status']}: {each['detail']}"
+        expected = each["status"] == "fail" and kind != "equal" and each["scenario_id"] in CHOICES
+        yield CaseResult("canitoolcall probe", f"{each['scenario_id']} {kind}", error, expected)
+
+
+def parsers(folder: Path) -> Iterator[CaseResult]:
+    """Recorded answers of model families, cut in many ways, read by our parsers."""
+    out = folder / "parsers"
+    _run([*REPLAY, "--env", f"PYTHONPATH={ROOT}", "--out", str(out)], PYTHONPATH=str(ROOT))
+    for each in [case for path in out.glob("*.json") for case in json.loads(path.read_text())["cases"]]:
+        name, status = each["fixture_id"], each["status"]
+        if status != "unsupported":
+            details = "; ".join(str(check["detail"]) for check in each["checks"] if check["status"] == status)
+            error = "" if status in ("pass", "soft_pass") else f"{status}: {details or each.get('harness_error')}"
+            yield CaseResult(
+                f"canitoolcall {each['family']}", name, error, "truncated" in name or name in READ_OTHERWISE
+            )
+
+
 def lm_eval(url: str, model: str, folder: Path) -> Iterator[CaseResult]:
     """Its own tokenizer is our server's, by /tokenize."""
     data = folder / "capitals.json"
@@ -133,10 +177,10 @@ def lm_eval(url: str, model: str, folder: Path) -> Iterator[CaseResult]:
             yield CaseResult(f"lm-eval {kind}", task, "" if task in done else "no result")
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], **environment: str) -> str:
     """Its standard output. It looks for nothing outside of this machine."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env |= {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_API_KEY": "none"}
+    env |= {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_API_KEY": "none"} | environment
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=CLIENT_S)
     return done.stdout
 
@@ -147,7 +191,8 @@ def table(found: list[CaseResult]) -> str:
     for client in dict.fromkeys(each.client for each in found):
         cases = [each for each in found if each.client == client]
         failed = [f"{each.case}{' (expected)' if each.expected else ''}" for each in cases if each.error]
-        names = ", ".join(each.case for each in cases if not each.error)
+        passed = [each.case for each in cases if not each.error]
+        names = ", ".join(passed) if len(passed) <= LONGEST_ROW else "-"
         rows.append(f"| {client} | {len(cases) - len(failed)} of {len(cases)} | {names} | {', '.join(failed) or '-'} |")
     return "\n".join(rows)
 
@@ -156,7 +201,7 @@ def table(found: list[CaseResult]) -> str:
 @click.option("-f", "--file", "path", default="examples/laptop.yaml", show_default=True, help="The cluster file.")
 def main(path: str) -> None:
     """Run clients and compliance suites, unmodified, against Diptych. Fails if a case fails that can pass."""
-    environments = (SDKS, LLAMA_INDEX, COMPLY, LM_EVAL)
+    environments = (SDKS, LLAMA_INDEX, COMPLY, CANITOOLCALL, LM_EVAL)
     for environment in environments:
         if environment.missing():
             environment.install(lambda line: click.echo(line, err=True))
@@ -165,7 +210,13 @@ def main(path: str) -> None:
     with tempfile.TemporaryDirectory(prefix="diptych-clients-") as temporary:
         folder = Path(temporary)
         with served(path, folder) as (url, model):
-            for results in (libraries(url, model), suites(url, model), lm_eval(url, model, folder)):
+            for results in (
+                libraries(url, model),
+                suites(url, model),
+                probe(url, model, folder),
+                parsers(folder),
+                lm_eval(url, model, folder),
+            ):
                 for each in results:
                     found.append(each)
                     click.echo(f"{each.client}: {each.case}: {each.error or 'passed'}", err=True)

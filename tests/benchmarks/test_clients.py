@@ -13,6 +13,11 @@ def test_a_client_has_one_row_that_tells_expected_failures_from_others() -> None
     ]
 
 
+def test_of_many_cases_a_row_names_those_that_failed() -> None:
+    found = [CaseResult("a", str(index), "" if index else "no") for index in range(20)]
+    assert table(found).splitlines()[2] == "| a | 19 of 20 | - | 0 |"
+
+
 def test_tasks_for_lm_eval_read_the_local_file() -> None:
     for task in (CHOICE, GENERATE):
         read = yaml.safe_load(task + DATA.format(path="/data.json"))
