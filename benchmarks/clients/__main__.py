@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from benchmarks.clients.snippets import placed, snippets
 from benchmarks.environments import CANITOOLCALL, COMPLY, LLAMA_INDEX, LM_EVAL, SDKS, PeerEnvironment
 from benchmarks.hosted import refuse_foreign_ray
 from cluster.offline.load import machine
@@ -122,6 +123,15 @@ def libraries(url: str, model: str) -> Iterator[CaseResult]:
         yield from found or [CaseResult(name, "import", "printed no case")]
 
 
+def documented(url: str, model: str) -> Iterator[CaseResult]:
+    """The snippets of docs/http.md."""
+    for name, source in snippets("http.md").items():
+        python = LLAMA_INDEX.python if name == "llama_index" else SDKS.python
+        command = [str(python), "-c", placed(source, url.removesuffix("/v1"), model)]
+        done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=CLIENT_S)
+        yield CaseResult("docs/http.md", name, done.stderr[-600:] if done.returncode or not done.stdout else "")
+
+
 def suites(url: str, model: str) -> Iterator[CaseResult]:
     for suite in SUITES:
         command = [str(COMPLY.path / "bin" / "llm-comply"), "-u", url, "-k", "none", "-m", model, "--format", suite]
@@ -178,11 +188,15 @@ def lm_eval(url: str, model: str, folder: Path) -> Iterator[CaseResult]:
 
 
 def _run(command: list[str], **environment: str) -> str:
-    """Its standard output. It looks for nothing outside of this machine."""
+    """Its standard output."""
+    env = _environment() | environment
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=CLIENT_S).stdout
+
+
+def _environment() -> dict[str, str]:
+    """A client looks for nothing outside of this machine."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env |= {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_API_KEY": "none"} | environment
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=CLIENT_S)
-    return done.stdout
+    return env | {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_API_KEY": "none"}
 
 
 def table(found: list[CaseResult]) -> str:
@@ -212,6 +226,7 @@ def main(path: str) -> None:
         with served(path, folder) as (url, model):
             for results in (
                 libraries(url, model),
+                documented(url, model),
                 suites(url, model),
                 probe(url, model, folder),
                 parsers(folder),

@@ -26,7 +26,7 @@ OTHER_CALLS = {"DeepSeek-V3.1": "deepseek_v31", "Llama-4": "pythonic"}  # by a p
 UNSUPPORTED = ("DeepSeek-V3.2", "DeepSeek-V4")
 
 
-class Diptych(Adapter):
+class Diptych(Adapter):  # type: ignore[misc]  # untyped where the library is not installed
     name = "diptych"
     pinned_version = "0.1.0"
 

@@ -67,7 +67,9 @@ async def there(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple
         await serving.close()
 
 
-async def answer(there: tuple[Clients, str, str], stream: bool, **fields: Any) -> tuple[list[tuple[str, str]], str | None]:
+async def answer(
+    there: tuple[Clients, str, str], stream: bool, **fields: Any
+) -> tuple[list[tuple[str, str]], str | None]:
     """The calls, and why it ended."""
     found, model, _ = there
     ask = {"model": model, "messages": [QUESTION], "tools": TOOLS, "temperature": 0.0, "max_tokens": 80} | fields
@@ -89,7 +91,9 @@ async def answer(there: tuple[Clients, str, str], stream: bool, **fields: Any) -
 
 
 @pytest.mark.parametrize("name", ["weather", "now"])
-async def test_a_named_tool_is_called_once_with_arguments_of_its_schema(there: tuple[Clients, str, str], name: str) -> None:
+async def test_a_named_tool_is_called_once_with_arguments_of_its_schema(
+    there: tuple[Clients, str, str], name: str
+) -> None:
     named = {"type": "function", "function": {"name": name}}
     calls, reason = await answer(there, False, tool_choice=named)
     assert [each for each, _ in calls] == [name] and reason == "tool_calls"
