@@ -15,7 +15,7 @@ Knows leases and peers; knows no KV bytes and no frames (`kvtransfer.rpc`).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -34,7 +34,7 @@ from kvtransfer.rpc.connection import RpcConnection, RpcProtocol
 from kvtransfer.rpc.frames import BROKEN, FrameStream, greet
 from kvtransfer.rpc.handshake import CallerHandshake, too_many_readers
 from kvtransfer.rpc.listener import RpcListener
-from kvtransfer.ticket import PeerAddress, Piece, Progress, TransferTicket
+from kvtransfer.ticket import PeerAddress, Piece, Progress, SpanQuery, TransferTicket
 
 MAX_WATCH_S = 60.0
 GRACE_S = 2.0  # for a reply, beyond the time that the call itself may take
@@ -62,21 +62,11 @@ class Borrow(msgspec.Struct, frozen=True, tag=True):
 
 
 class AttendLoan(msgspec.Struct, frozen=True, tag=True):
-    """Attend to the loan's first `num_tokens` tokens, which stand at `first_position` ... of the sequence.
-
-    `query` [tokens, heads, head_dim] float32, from `position` on, of these query heads in this layer of the model.
-    `state` [tokens, heads, head_dim + 2] float32: maximum, sum and values of the keys before the span; empty: there are
-    none.
-    """
+    """Attend to the KV of the loan's first `num_tokens` tokens."""
 
     loan: int
     num_tokens: int
-    first_position: int
-    layer: int
-    heads: tuple[int, int]
-    position: int
-    query: bytes
-    state: bytes
+    query: SpanQuery
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
@@ -93,6 +83,7 @@ class Repay(msgspec.Struct, frozen=True, tag=True):
 
 
 LoanCall: TypeAlias = Borrow | AttendLoan | Renew | OfferLoan | Repay
+Lend: TypeAlias = Callable[[LoanCall], Awaitable[Any]]  # a lender's reply to each call; errors: `TransferError`
 
 LEASE_PROTOCOL = RpcProtocol(
     name="lease",
@@ -131,35 +122,10 @@ class LeaseSource(Protocol):
         ...
 
 
-class LoanSource(Protocol):
-    """What a worker lends, as the control server needs it. Errors: `TransferError`."""
-
-    async def borrow(self, ticket: TransferTicket, loan: int, held_tokens: int) -> int:
-        """Read the ticket's blocks into blocks of our own, behind the first `held_tokens` of the loan; its number."""
-        ...
-
-    async def attend(self, request: AttendLoan) -> bytes:
-        """The state after the span's keys. Extends the loan."""
-        ...
-
-    def renew(self, loans: tuple[int, ...]) -> tuple[int, ...]:
-        """Extend those of these loans that have not ended; returns those that are recalled."""
-        ...
-
-    def offer(self, loan: int, num_tokens: int) -> TransferTicket:
-        """Lease the loan's first `num_tokens` tokens to a reader. Extends the loan."""
-        ...
-
-    def repay(self, loan: int) -> None:
-        """End a loan, if there is one."""
-        ...
-
-
 class ControlServer:
     """The owner's end. `address` is called for every handshake, because a rebuilt transport changes it.
 
-    `max_readers` bounds connected readers; unauthenticated peers have a separate bound. `loans`: None if it does not
-    lend.
+    `max_readers` bounds connected readers; unauthenticated peers have a separate bound. Without `lend`: no loans.
     """
 
     def __init__(
@@ -169,10 +135,10 @@ class ControlServer:
         secret: bytes,
         *,
         max_readers: int = 256,
-        loans: LoanSource | None = None,
+        lend: Lend | None = None,
     ) -> None:
         self._source = source
-        self._loans = loans
+        self._lend = lend
         self._address = address
         self._max_readers = max_readers
         self._listener = RpcListener(LEASE_PROTOCOL.name, secret, self._admit, self._serve)
@@ -201,26 +167,15 @@ class ControlServer:
             await connection.close()
 
     async def _on_call(self, request: Watch | Release | LoanCall) -> Any:
-        if isinstance(request, Release):
-            self._source.release(request.lease, request.epoch)
-            return None
-        if not isinstance(request, Watch):
-            return await self._on_loan(request)
-        timeout_s = min(MAX_WATCH_S, max(0.0, request.timeout_s))
-        return await self._source.watch(request.lease, request.epoch, request.have_blocks, timeout_s, request.pieces)
-
-    async def _on_loan(self, request: LoanCall) -> Any:
-        if self._loans is None:
+        match request:
+            case Watch(lease, epoch, have_blocks, timeout_s, pieces):
+                timeout_s = min(MAX_WATCH_S, max(0.0, timeout_s))
+                return await self._source.watch(lease, epoch, have_blocks, timeout_s, pieces)
+            case Release(lease, epoch):
+                return self._source.release(lease, epoch)
+        if self._lend is None:
             raise LoanRefused(f"{self._address().worker} does not lend blocks; ask another worker", "failed")
-        if isinstance(request, AttendLoan):
-            return await self._loans.attend(request)
-        if isinstance(request, Borrow):
-            return await self._loans.borrow(request.ticket, request.loan, request.held_tokens)
-        if isinstance(request, Renew):
-            return self._loans.renew(request.loans)
-        if isinstance(request, OfferLoan):
-            return self._loans.offer(request.loan, request.num_tokens)
-        return self._loans.repay(request.loan)
+        return await self._lend(request)
 
 
 class ControlClient:

@@ -5,6 +5,8 @@ Frozen records that are sent through Ray and over sockets (msgpack). Nothing her
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from diptych.events import TransferReport as TransferReport
 from diptych.view import LinkReport as LinkReport
 from kvtransfer.layout import KVLayout
@@ -95,3 +97,20 @@ class Progress:
     digests: tuple[tuple[int, ...], ...]
     finished: bool
     ttl_s: float
+
+
+class SpanQuery(Struct, frozen=True, gc=False):
+    """Queries of some heads of one layer, from `position` on, to KV of earlier positions, from `first_position` on.
+
+    `layer` and `heads`, a half-open range of query heads, count in the whole model. `query` is [tokens, heads,
+    head_dim] and `state` [tokens, heads, head_dim + 2] in float32: maximum, sum and values of the keys before,
+    which may be none: empty. `is_chunk`: of several tokens of a prompt, not of a decode.
+    """
+
+    layer: int
+    heads: tuple[int, int]
+    first_position: int
+    position: int
+    query: bytes
+    state: bytes = b""
+    is_chunk: bool = False

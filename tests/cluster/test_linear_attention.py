@@ -49,7 +49,7 @@ async def test_state_that_changes_on_its_way_is_found(tmp_path: Path, length: in
         read = reader._executor.pull
 
         def damaged(order: PullOrder) -> Read:
-            region = owner._executor._rank._pool.region  # type: ignore[attr-defined]
+            region = owner._executor._pool.region  # type: ignore[attr-defined]
             layout, block = region.layout, order.source_blocks[-1]
             end = block * layout.block_bytes + (layout.state_layers[0] + 1) * layout.cell_bytes
             region.bytes()[end - 1] ^= 1

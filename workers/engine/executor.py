@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from msgspec import Struct
-
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
+from kvtransfer.ticket import SpanQuery as SpanQuery
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.block_store import BlockStore
 from workers.engine.step import RemoteKV, StepPlan, StepResult
@@ -31,23 +30,6 @@ class ModelFacts:
     default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) pairs that the model's authors recommend
     kv_blocks: int = 0  # of the pool, where the configuration leaves that to the executor
     host_cache_blocks: int = 0
-
-
-class SpanQuery(Struct, frozen=True, gc=False):
-    """Queries of some heads of one layer, from `position` on, to KV of earlier positions, from `first_position` on.
-
-    `layer` and `heads`, a half-open range of query heads, count in the whole model. `query` is [tokens, heads,
-    head_dim] and `state` [tokens, heads, head_dim + 2] in float32 (see `workers.ops.span`); an empty state is that
-    before any key. `is_chunk`: of several tokens of a prompt, not of a decode.
-    """
-
-    layer: int
-    heads: tuple[int, int]
-    first_position: int
-    position: int
-    query: bytes
-    state: bytes = b""
-    is_chunk: bool = False
 
 
 RemoteAttend = Callable[[RemoteKV, SpanQuery], Awaitable[bytes]]

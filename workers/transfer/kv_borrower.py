@@ -209,16 +209,7 @@ class KVBorrower:
     async def _attend(self, span: RemoteKV, query: SpanQuery) -> bytes:
         """As `RemoteAttend`."""
         client, _ = await self._peer_links.meet(self._address(span))
-        request = AttendLoan(
-            span.loan,
-            span.num_blocks * self._block_size,
-            query.first_position,
-            query.layer,
-            query.heads,
-            query.position,
-            query.query,
-            query.state,
-        )
+        request = AttendLoan(span.loan, span.num_blocks * self._block_size, query)
         begun_s = time.monotonic()
         state = await client.attend(request, ATTEND_S)
         if not query.is_chunk:
