@@ -39,7 +39,7 @@ LAYERS = [
     ],
     ["workers.kv_store", "workers.ops", "workers.rpc"],
     ["workers.engine", "workers.model", "workers.profiles"],
-    ["workers.mailbox", "workers.transfer"],
+    ["workers.mailbox", "workers.subscribers", "workers.transfer"],
     ["workers.executor", "workers.worker"],
     ["workers.rpc_server", "workers.server"],
     ["workers.build"],

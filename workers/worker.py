@@ -37,10 +37,10 @@ from workers.engine.sequence import Lease
 from workers.engine.step_timing import measure
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
 from workers.kv_events import KVEvents
-from workers.log_fields import log_fields
-from workers.mailbox import Mailbox
+from workers.log_fields import log_request
 from workers.request import Bundle, FailedOut, LateReader, Output, Request, Reservation, TicketOut
 from workers.stats import WorkerInfo, WorkerStats
+from workers.subscribers import Subscribers
 from workers.transfer.kv_borrower import KVBorrower
 from workers.transfer.kv_fetcher import KVFetcher
 from workers.transfer.kv_lender import KVLender
@@ -50,7 +50,6 @@ from workers.transfer.peer_links import PeerLinks
 logger = logging.getLogger(__name__)
 
 REMEMBERED_CANCELS = 4096  # a cancel may arrive before the call that it cancels
-SUBSCRIBER_TIMEOUT_S = 10.0  # a gateway that takes no outputs for this long is gone, and its requests with it
 SWEEP_S = 0.5
 WARM_POLL_S = 0.02
 MAX_LATE_SWEEPS = 8  # late sweeps in a row that expire nothing; a loop that is always late must still reclaim
@@ -86,27 +85,26 @@ class Worker:
         )
         self._stores = {each.tier: each for each in stores}
         self._executor = executor
-        self._heartbeat_s = heartbeat_s
         self._host = host_identity()
         self._failure: str | None = None
         self._closed = False
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._routes: dict[str, str] = {}  # sequence key -> subscriber
+        self._subscribers = Subscribers(self._stats, self._require_open, self._subscriber_left, heartbeat_s)
         self._cancelled: OrderedDict[str, None] = OrderedDict()
-        self._fetches: dict[str, asyncio.Task[None]] = {}
         self._warming: dict[str, str] = {}  # sequence key -> why it failed
         self._measurements: set[asyncio.Task[Timings]] = set()
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = 0.0
         self._late_sweeps = 0  # in a row: they expire nothing
-        self._num_remote = 0  # subscribers in other processes
-        self._reservations = ReservationQueue(self.engine, self._granted)
+        self._reservations = ReservationQueue(self.engine, self._subscribers.add)
         self._adapters = AdapterCache(executor, config.cache.adapters, self._adapters_in_use)
         self._peer_links = PeerLinks(config, executor)
-        self._kv_fetcher = KVFetcher(config, self.engine, executor, self._peer_links, self._changed)
+        self._kv_fetcher = KVFetcher(
+            config, self.engine, executor, self._peer_links, self._subscribers.post, self._changed
+        )
         now_s = asyncio.get_running_loop().time
-        self._late_readers: dict[str, LateReader] = {}  # by subscriber
-        self._multi_step = MultiStep(self.engine, executor, self._late_reader, self._stats, now_s, heartbeat_s)
+        self._multi_step = MultiStep(
+            self.engine, executor, self._subscribers.late_reader, self._stats, now_s, heartbeat_s
+        )
         self._engine_loop = EngineLoop(self.engine, executor, self._deliver, now_s, self._multi_step)
         self._lender = KVLender(config, self.engine, executor, self._kv_fetcher, self._ticket, self._changed)
         self._borrower = KVBorrower(
@@ -188,25 +186,21 @@ class Worker:
             return
         self._failure = f"the engine stopped: {type(error).__name__}: {error}"
         logger.error("worker %s: %s", self.config.name, self._failure, exc_info=error)
-        for mailbox in self._mailboxes.values():
-            mailbox.wake()
+        self._subscribers.wake()
 
     async def close(self) -> None:
-        """End every sequence and fetch, then free the memory once no byte can land in it."""
+        """End every sequence and fetch, then free the memory once nothing writes to it."""
         self._closed = True
-        for key in list(self._routes):
+        for key in list(self._subscribers.routes):
             self._forget(key)
-        for task in self._fetches.values():
-            task.cancel()
         self._engine_loop.stop()
-        await asyncio.wait([self._running_loop, *self._fetches.values(), *self._measurements])
+        await asyncio.wait([self._running_loop, *self._measurements])
         await self._kv_fetcher.close()
         await self._borrower.close()
         self._watching.cancel()
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for mailbox in self._mailboxes.values():
-            mailbox.close()
+        self._subscribers.close()
         await self._peer_links.close()
         await self._leases.close()
         await self._executor.close()
@@ -259,11 +253,7 @@ class Worker:
         if ticket is None:
             self.engine.reservations.fetched(key, self._now_s(), num_tokens=0, starts_decoding=starts_decoding)
             return self._changed()
-        if key in self._fetches:
-            raise WorkerError(f"{key} is being fetched already")
-        task = asyncio.ensure_future(self._fetch(key, ticket, starts_decoding))
-        self._fetches[key] = task
-        task.add_done_callback(lambda _: self._fetches.pop(key, None))
+        self._kv_fetcher.fetch(key, ticket, starts_decoding=starts_decoding)
 
     async def decode(self, key: str, tokens: tuple[int, ...]) -> None:
         """Decode after these tokens, generated elsewhere, once the KV is here. Outputs: TokensOut."""
@@ -341,12 +331,10 @@ class Worker:
         while len(self._cancelled) > REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
         self._reservations.give_up(lambda each: each.key == key, "was cancelled while it waited for a reservation")
-        if (task := self._fetches.get(key)) is not None:
-            task.cancel()
         self._kv_fetcher.cancel(key)
         self.engine.sequences.fail(key, "it was canceled")
         self._changed()
-        self._routes.pop(key, None)
+        self._subscribers.routes.pop(key, None)
 
     async def holds(self, key: str) -> bool:
         """Whether the request of this key is still here: reserved, waiting, or running."""
@@ -367,8 +355,6 @@ class Worker:
         name in use, or when there was no room for `SUBSCRIBER_TIMEOUT_S`, and the errors of all calls.
         """
         self._require_open()
-        if subscriber in self._mailboxes:
-            raise WorkerError(f"{subscriber} subscribed before; choose another name")
 
         def beat() -> None:
             if self._multi_step.is_told(late):  # the steps are its heartbeat
@@ -376,29 +362,7 @@ class Worker:
             else:
                 on_bundle(Bundle((), self._stats()))
 
-        mailbox = self._mailboxes[subscriber] = Mailbox(beat if room is None else None)
-        outputs: tuple[Output, ...] = ()
-        if late is not None:
-            self._late_readers[subscriber] = late
-        self._num_remote += room is not None
-        try:
-            while True:
-                on_bundle(Bundle(outputs, self._stats()))
-                if room is not None:
-                    mailbox.sending_since_s = self._now_s()
-                    await room()
-                    mailbox.sending_since_s = None
-                    if self._mailboxes.get(subscriber) is not mailbox:
-                        seconds = f"{SUBSCRIBER_TIMEOUT_S:.0f} s"
-                        raise WorkerError(f"{subscriber} took no outputs for {seconds}; its requests ended")
-                outputs = await mailbox.take(self._heartbeat_s)
-                self._require_open()
-        finally:
-            mailbox.close()
-            self._num_remote -= room is not None
-            self._late_readers.pop(subscriber, None)
-            if self._mailboxes.get(subscriber) is mailbox:
-                self._unsubscribe(subscriber)
+        await self._subscribers.serve(subscriber, on_bundle, room, late, beat)
 
     async def connect(self, peer: PeerAddress) -> LinkReport:
         """Preflight: connect to an owner, move one real block with its digest, measure. Errors: `TransferError`."""
@@ -440,16 +404,10 @@ class Worker:
     # ---- internals -------------------------------------------------------------------------------------------
 
     def _log(self, key: str, message: str, *args: object) -> None:
-        """Log what this worker does for a request."""
-        if logger.isEnabledFor(logging.INFO):
-            fields = log_fields(self.config.name, key)
-            logger.info(f"request %s: {message}", fields["request_id"], *args, extra=fields)
+        log_request(logger, self.config.name, key, message, *args)
 
     def _now_s(self) -> float:
         return now_s()
-
-    def _late_reader(self, key: str) -> LateReader | None:
-        return self._late_readers.get(self._routes.get(key, ""))
 
     def _stats(self) -> WorkerStats:
         share, pulls = self._executor.bubble_share, self._kv_fetcher.pulls
@@ -469,7 +427,7 @@ class Worker:
     async def _accept_to_sample(self, request: Request) -> None:
         """Its outputs have a subscriber, its grammar is compiled, and its adapter loaded."""
         self._accept(request)
-        self._require_subscriber(request)
+        self._subscribers.require(request)
         if request.sampling.grammar is None and request.adapter is None:
             return
         if request.sampling.grammar is not None:
@@ -477,19 +435,15 @@ class Worker:
         if request.adapter is not None:
             await self._adapters.use(request.adapter)
         self._accept(request)  # it may have been cancelled meanwhile
-        self._require_subscriber(request)
+        self._subscribers.require(request)
 
     def _adapters_in_use(self) -> set[str]:
         requests = chain(self.engine.requests(), self._reservations.requests())
         return {request.adapter.id for request in requests if request.adapter is not None}
 
-    def _require_subscriber(self, request: Request) -> None:
-        if request.reply_to not in self._mailboxes:
-            raise WorkerError(f"{request.reply_to or 'nobody'} gets the outputs and has not subscribed")
-
     def _add(self, request: Request, *, hold: bool, cut_tokens: int = 0, borrows: bool = False) -> None:
         self.engine.add(request, self._now_s(), hold=hold, cut_tokens=cut_tokens, borrows=borrows)
-        self._routes[request.key] = request.reply_to
+        self._subscribers.add(request)
         self._changed()
 
     def _changed(self) -> None:
@@ -498,11 +452,8 @@ class Worker:
         self._deliver(self.engine.drain())
         self._engine_loop.wake()
 
-    def _granted(self, request: Request) -> None:
-        self._routes[request.key] = request.reply_to
-
     def _forget(self, key: str) -> None:
-        self._routes.pop(key, None)
+        self._subscribers.routes.pop(key, None)
         self._kv_fetcher.cancel(key)
         self.engine.sequences.abort(key)
 
@@ -510,10 +461,12 @@ class Worker:
         """Put the engine's outputs into mailboxes, wake the readers of leases, and grant reservations."""
         for each in outputs:
             output: Output = TicketOut(each.key, self._ticket(each)) if isinstance(each, Lease) else each
-            self._post(output)
+            if isinstance(output, FailedOut) and output.key in self._warming:
+                self._warming[output.key] = output.reason
+            self._subscribers.post(output)
         for each in outputs:
             if self.engine.is_silent(each.key):
-                self._routes.pop(each.key, None)
+                self._subscribers.routes.pop(each.key, None)
         self._borrower.start()
         self._leases.progressed()
         if self._reservations:
@@ -524,35 +477,11 @@ class Worker:
     def _ticket(self, lease: Lease) -> TransferTicket:
         return TransferTicket(lease.key, lease.epoch, self._peer_now(), lease.blocks, lease.num_tokens, lease.ttl_s)
 
-    def _post(self, output: Output) -> None:
-        if isinstance(output, FailedOut) and output.key in self._warming:
-            self._warming[output.key] = output.reason
-        subscriber = self._routes.get(output.key)
-        if subscriber is not None:  # None: it was cancelled meanwhile
-            self._mailboxes[subscriber].put(output)
-
-    # ---- fetching ----------------------------------------------------------------------------------------------
-
-    async def _fetch(self, key: str, ticket: TransferTicket, starts_decoding: bool) -> None:
-        fetched = await self._kv_fetcher.reserved(key, ticket, starts_decoding=starts_decoding)
-        if fetched is not None:
-            self._post(fetched)
-            report = fetched.report
-            self._log(
-                key,
-                "%d bytes of KV arrived from %s over %s in %.1f ms",
-                report.num_bytes,
-                ticket.owner.worker,
-                report.transport,
-                1e3 * report.elapsed_s,
-            )
-        self._changed()
-
     # ---- reclaim -----------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
         """Schedule a sweep while anything can expire."""
-        can_stall = self._num_remote > 0 and (self._routes or self._reservations)
+        can_stall = self._subscribers.can_stall and (self._subscribers.routes or self._reservations)
         pending = can_stall or self.engine.may_expire
         if self._sweeper is None and pending and not self._closed:
             self._sweep_due_s = self._now_s() + SWEEP_S
@@ -568,20 +497,13 @@ class Worker:
         if self.engine.may_expire:
             self.engine.expire(now)
             self._changed()
-        for subscriber, mailbox in list(self._mailboxes.items()):
-            since_s = mailbox.sending_since_s
-            if since_s is not None and now - since_s >= SUBSCRIBER_TIMEOUT_S:
-                logger.warning("worker %s: %s takes no outputs; its requests end", self.config.name, subscriber)
-                self._unsubscribe(subscriber)
+        self._subscribers.expire(now)
         self._arm()
 
-    def _unsubscribe(self, subscriber: str) -> None:
+    def _subscriber_left(self, subscriber: str) -> None:
         """End everything that this subscriber asked for."""
-        del self._mailboxes[subscriber]
         self._reservations.give_up(lambda each: each.reply_to == subscriber, f"{subscriber} does not listen any more")
-        for key in [key for key, owner in self._routes.items() if owner == subscriber]:
-            if (task := self._fetches.get(key)) is not None:
-                task.cancel()
+        for key in self._subscribers.keys_of(subscriber):
             self._forget(key)
         if not self._closed:
             self._changed()

@@ -107,7 +107,7 @@ def _busy(worker: Worker) -> bool:
     """Whether it has blocks, sequences or calls. A cancellation arrives a moment after its caller is gone."""
     stats = worker.engine.stats()
     holds = stats.free_blocks != stats.total_blocks or stats.running or stats.waiting or stats.reserved
-    return bool(holds or worker._routes or worker._fetches or worker._reservations)
+    return bool(holds or worker._subscribers.routes or worker._kv_fetcher.fetches or worker._reservations)
 
 
 async def generate(

@@ -354,7 +354,7 @@ async def test_a_deadline_in_recovery_names_the_phase_and_leaves_nothing() -> No
 
 
 async def test_a_silent_gateway_loses_its_requests_and_its_waiting_reservations(monkeypatch) -> None:
-    monkeypatch.setattr("workers.worker.SUBSCRIBER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("workers.subscribers.SUBSCRIBER_TIMEOUT_S", 0.3)
     monkeypatch.setattr("workers.worker.SWEEP_S", 0.05)
     async with cluster(split_spec(kv_blocks=40)) as subject:
         decode = subject.workers["decode-0"]

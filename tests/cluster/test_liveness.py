@@ -19,7 +19,8 @@ from workers.costs import LinearCost
 from workers.errors import InvalidRequest, WorkerError
 from workers.executor.modelled import modelled_token
 from workers.request import FailedOut, FinishReason, Request
-from workers.worker import SUBSCRIBER_TIMEOUT_S, Worker
+from workers.subscribers import SUBSCRIBER_TIMEOUT_S
+from workers.worker import Worker
 
 SLOW = LinearCost(0.001, 0.0001, 0.0, 0.02, 0.0, 0.0, 0.0)
 MODELS = {pool: PoolModel(SLOW, vocab_size=1000) for pool in ("prefill", "decode")}
@@ -107,8 +108,8 @@ def test_a_request_that_its_worker_lost_silently_is_retried(worker: str) -> None
             running = asyncio.ensure_future(subject.run(request("a", length, max_tokens=40)))
             await asyncio.sleep(after_s)
             victim = subject.workers[worker]
-            ((key, _),) = victim._routes.items()
-            del victim._routes[key]
+            ((key, _),) = victim._subscribers.routes.items()
+            del victim._subscribers.routes[key]
             assert victim.engine.sequences.abort(key)
             begun_s = asyncio.get_running_loop().time()
             events = await running

@@ -181,7 +181,7 @@ def test_a_silent_worker_is_replaced_after_dead_after_s_and_at_most_an_eighth_mo
         clock, dead_after_s = asyncio.get_running_loop(), serving.spec.health.dead_after_s
         heartbeat_s = serving.spec.health.heartbeat_s
         silent_s = clock.time()  # at most a heartbeat after its last message
-        for mailbox in runtime.workers["decode-0"]._mailboxes.values():
+        for mailbox in runtime.workers["decode-0"]._subscribers._mailboxes.values():
             mailbox._heartbeat.close()
         await asyncio.sleep(2 * dead_after_s)
         (replaced_s,) = runtime.started_s["decode-0"][1:]

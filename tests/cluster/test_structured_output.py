@@ -153,4 +153,4 @@ async def test_a_killed_decode_worker_costs_no_token(model: Path) -> None:
 
 
 def key_of(worker: object, name: str) -> str:
-    return next((key for key in worker._routes if key.startswith(name)), "")  # type: ignore[attr-defined]
+    return next((key for key in worker._subscribers.routes if key.startswith(name)), "")  # type: ignore[attr-defined]

@@ -19,8 +19,8 @@ from workers.engine.blocks import OutOfBlocks
 from workers.engine.engine import Engine
 from workers.engine.executor import Executor
 from workers.engine.prefix_fetch import PrefixFetch
-from workers.errors import UnknownSequence
-from workers.log_fields import log_fields
+from workers.errors import UnknownSequence, WorkerError
+from workers.log_fields import log_fields, log_request
 from workers.request import MIXED_KV, FetchedOut, Request
 from workers.stats import NO_PULLS
 from workers.transfer.peer_links import PeerLinks
@@ -43,13 +43,16 @@ class _PrefixOrder:
     def take(self, ready_tokens: int) -> tuple[int, int] | None:
         return self._engine.prefix_fetches.take(self._fetch, ready_tokens, now_s())
 
-    def landed(self, first_token: int) -> None:
-        self._engine.prefix_fetches.landed(self._fetch, first_token, now_s())
+    def completed(self, first_token: int) -> None:
+        self._engine.prefix_fetches.completed(self._fetch, first_token, now_s())
         self._changed()
 
 
 class KVFetcher:
-    """Owned by a Worker. Calls `changed` when blocks become free. Close it before the peer links."""
+    """Owned by a Worker. Close it before the peer links.
+
+    Calls `arrived` when the KV of a reservation is here, and `changed` when blocks become free or used.
+    """
 
     def __init__(
         self,
@@ -57,21 +60,30 @@ class KVFetcher:
         engine: Engine,
         executor: Executor,
         peer_links: PeerLinks,
+        arrived: Callable[[FetchedOut], None],
         changed: Callable[[], None],
     ) -> None:
         self._config = config
         self._engine = engine
         self._executor = executor
         self._peer_links = peer_links
+        self._arrived = arrived
         self._changed = changed
+        self.fetches: dict[str, asyncio.Task[None]] = {}  # for reservations, by key
         self._prefix_fetches: dict[str, asyncio.Task[None]] = {}  # by the key of the request that asked
         self.pulls = NO_PULLS
 
-    async def reserved(self, key: str, ticket: TransferTicket, *, starts_decoding: bool) -> FetchedOut | None:
-        """Pull a ticket's KV into the blocks of a reservation; None: it failed, and so did the sequence.
+    def fetch(self, key: str, ticket: TransferTicket, *, starts_decoding: bool) -> None:
+        """Begin to pull a ticket's KV into the blocks of a reservation. If that fails, so does the sequence.
 
-        See `Reservations.fetched` for `starts_decoding`.
+        See `Reservations.fetched` for `starts_decoding`. Raises `WorkerError` if it has begun before.
         """
+        if key in self.fetches:
+            raise WorkerError(f"{key} is being fetched already")
+        task = self.fetches[key] = asyncio.ensure_future(self._fetch(key, ticket, starts_decoding))
+        task.add_done_callback(lambda _: self.fetches.pop(key, None))
+
+    async def _fetch(self, key: str, ticket: TransferTicket, starts_decoding: bool) -> None:
         try:
             sequence, num_tokens = self._engine.reservations.get(key), ticket.num_tokens
             size = self._config.engine.block_size
@@ -83,7 +95,10 @@ class KVFetcher:
             first, stop = covering(size, skip_tokens, num_tokens - skip_tokens)
             report = await self.pull(ticket, tuple(sequence.blocks[first:stop]), skip_tokens)
             self._engine.reservations.fetched(key, now_s(), num_tokens=num_tokens, starts_decoding=starts_decoding)
-            return FetchedOut(key, report)
+            self._arrived(FetchedOut(key, report))
+            message = "%d bytes of KV arrived from %s over %s in %.1f ms"
+            seen = report.num_bytes, ticket.owner.worker, report.transport, 1e3 * report.elapsed_s
+            log_request(logger, self._config.name, key, message, *seen)
         except (TransferError, UnknownSequence) as error:
             kinds = {"corrupt": isinstance(error, DigestMismatch), "unlinked": isinstance(error, Unlinked)}
             self._engine.sequences.fail(key, f"{type(error).__name__}: {error}", **kinds)
@@ -91,7 +106,7 @@ class KVFetcher:
             fields = log_fields(self._config.name, key)
             logger.exception("worker %s: fetch of %s", self._config.name, key, extra=fields)
             self._engine.sequences.fail(key, f"unexpected {type(error).__name__}: {error}")
-        return None
+        self._changed()
 
     async def pull(
         self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int, order: ReadOrder | None = None
@@ -189,13 +204,14 @@ class KVFetcher:
         self._changed()
 
     def cancel(self, key: str) -> None:
-        """Stop the fetch of a prefix that was begun for this request, if there is one. What has arrived stays."""
-        if (task := self._prefix_fetches.get(key)) is not None:
-            task.cancel()
+        """Stop what is fetched for this request. What has arrived of a prefix stays."""
+        for task in (self.fetches.get(key), self._prefix_fetches.get(key)):
+            if task is not None:
+                task.cancel()
 
     async def close(self) -> None:
-        """Cancel prefix fetches."""
-        tasks = [*self._prefix_fetches.values()]
+        """Cancel all fetches."""
+        tasks = [*self.fetches.values(), *self._prefix_fetches.values()]
         for task in tasks:
             task.cancel()
         if tasks:
