@@ -2,8 +2,8 @@
 
 Pure arithmetic over layouts. Knows no memory, no peer and no backend.
 
-A cell is the KV of one block, head and layer: its K slots, then its V slots. Cells of a block lie head by head, layer
-by layer, so a box of heads and layers is one range when it takes all layers, and one range for each head otherwise.
+A cell is the KV of one block, head and layer: its K slots, then its V slots. The cells of a block are ordered by head,
+then by layer. So some heads with all layers are one range; with some of the layers they are one range for each head.
 Where block sizes differ, K and V of each cell are copied separately, split at the block borders of both sides.
 """
 
@@ -122,14 +122,14 @@ def covering(block_size: int, first_token: int, num_tokens: int) -> Range:
 
 
 def refuse_outside(copies: Copies, source_bytes: int, target_bytes: int) -> None:
-    """Raise unless every range lies inside its pool: `PeerRefused` for the owner's side, `ValueError` for ours."""
+    """Raise unless every range is inside its pool: `PeerRefused` for the owner's side, `ValueError` for ours."""
     source, target, num_bytes = copies.T
     if np.count_nonzero(bad := (num_bytes <= 0) | (source < 0) | (source + num_bytes > source_bytes)):
         start, _, length = copies[bad.argmax()].tolist()
-        raise PeerRefused(f"bytes {start}..{start + length} lie outside the owner's {source_bytes}")
+        raise PeerRefused(f"bytes {start}..{start + length} are outside the owner's {source_bytes}")
     if np.count_nonzero(bad := (target < 0) | (target + num_bytes > target_bytes)):
         _, start, length = copies[bad.argmax()].tolist()
-        raise ValueError(f"bytes {start}..{start + length} lie outside our {target_bytes}")
+        raise ValueError(f"bytes {start}..{start + length} are outside our {target_bytes}")
 
 
 def _ranges(piece: Piece, source: KVLayout, target: KVLayout) -> tuple[Ints, Ints]:

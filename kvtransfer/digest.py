@@ -36,7 +36,7 @@ def digest_cells(region: Region, blocks: Iterable[tuple[int, int]]) -> tuple[byt
 def host_digests(data: memoryview, layout: KVLayout, box: Piece, rows: Sequence[Sequence[Span]]) -> NDArray[np.uint64]:
     """[row, kv_head, layer]: the digests of the box's cells; `data` holds blocks of `layout`.
 
-    A row is where the tokens of one cell lie: those of an owner's block, which may lie in several of ours.
+    A row has the slots of one cell: those of an owner's block, which may be in several of our blocks.
     """
     heads, layers = _places(box, layout)
     pool = _by_slots(data, layout)
@@ -45,7 +45,7 @@ def host_digests(data: memoryview, layout: KVLayout, box: Piece, rows: Sequence[
     for spans in rows:
         parts = [pool[block, heads, layers, :, first : first + count] for block, first, count in spans]
         is_whole = len(parts) == 1 and spans[0][2] == layout.block_size
-        slots = parts[0] if is_whole else np.concatenate(parts, axis=3)  # whole cells lie in one piece already
+        slots = parts[0] if is_whole else np.concatenate(parts, axis=3)  # a whole cell is contiguous
         cells = slots.reshape(*slots.shape[:2], -1)
         digests += [
             digest(cell, head << 32 | layer)
@@ -103,7 +103,7 @@ def verify_piece(
 ) -> None:
     """Compare a piece that arrived in blocks of `layout`, from `offset` of the region on, with the owner's digests.
 
-    The i-th of `spans` is where the tokens of the owner's i-th block lie there. Raises `DigestMismatch`, naming the
+    The i-th of `spans` has the slots of the owner's i-th block there. Raises `DigestMismatch`, naming the
     first block that differs.
     """
     rows = list(spans)
@@ -120,7 +120,7 @@ def verify_piece(
 def spans_of(
     source_size: int, target_size: int, target_blocks: Sequence[int], first_token: int, num_tokens: int
 ) -> Iterator[list[Span]]:
-    """For each of the owner's blocks from `first_token` on, where its tokens lie in ours; blocks as in `PullOrder`."""
+    """For each block of the owner from `first_token` on, the slots of its tokens in our blocks; see `PullOrder`."""
     end, first_block = first_token + num_tokens, first_token // target_size
     for start in range(first_token, end, source_size):
         token, stop = start, min(start + source_size, end)
@@ -136,7 +136,7 @@ def spans_of(
 def _digests(
     region: Region, offset: int, layout: KVLayout, box: Piece, rows: Sequence[Sequence[Span]]
 ) -> NDArray[np.uint64]:
-    """As `host_digests`, for blocks from `offset` of the region on, wherever it lies."""
+    """As `host_digests`, for blocks from `offset` of the region on, in host or device memory."""
     if region.device_bytes is not None:
         return region.device_bytes.digests(offset, layout, box, rows)
     num_blocks = (region.num_bytes - offset) // layout.block_bytes

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtransfer.errors import TransferError, TransportUnavailable
-from kvtransfer.host import host_identity, rdma_devices, siblings_may_share_memory
+from kvtransfer.host import host_identity, rdma_devices
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import ShardAddress
 from kvtransfer.transport import Region, Transport
@@ -37,7 +37,6 @@ class TransferFacts:
     nixl_module: str
     ucx_version: str
     nixl_path: str
-    cma: str  # "allowed", or why one process may not read another's memory
     cuda_ipc: str
     rdma_devices: tuple[str, ...]
     ucx_tls: str
@@ -60,7 +59,6 @@ def transfer_facts(*, has_gpu: bool = False) -> TransferFacts:
         nixl_module=module,
         ucx_version=version,
         nixl_path=path,
-        cma=siblings_may_share_memory() or "allowed",
         cuda_ipc=cuda_ipc,
         rdma_devices=rdma_devices(),
         ucx_tls=os.environ.get("UCX_TLS", UNSET),

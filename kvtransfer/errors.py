@@ -1,12 +1,12 @@
 """What can go wrong when KV moves.
 
     TransferError                    base; the pull failed, the prompt can be recomputed
-    ├── PeerLost                     the owner of the memory is gone (restart, crash, cut link)
+    ├── PeerLost                     the owner of the memory is gone (restart, crash, broken link)
     ├── PeerRefused                  the handshake failed: wrong token, version, model or layout
     ├── LoanRefused                  a worker has no blocks to lend
     ├── LeaseLost                    the lease expired, was released, or belongs to another epoch
     ├── DigestMismatch               bytes arrived that are not the bytes the owner computed
-    ├── TransferTimeout              the deadline passed; bytes may still land until the read settles
+    ├── TransferTimeout              the deadline passed; its target blocks may be written until the read settles
     ├── TransportUnavailable         a backend cannot work here (module missing, probe failed)
     └── Unlinked                     the reader could not connect to the owner, or its link failed preflight
 
@@ -21,7 +21,7 @@ class TransferError(Exception):
 
 
 class PeerLost(TransferError):
-    """The owner died, restarted under a new incarnation, or its link is cut."""
+    """The owner died, restarted under a new incarnation, or its link is broken."""
 
 
 class PeerRefused(TransferError):

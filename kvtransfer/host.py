@@ -5,28 +5,12 @@ Knows /proc, /sys and one system call; knows no backend.
 
 import ctypes
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from kvtransfer.ticket import HostIdentity
 
-PEEK_TIMEOUT_S = 20.0
 INFINIBAND = Path("/sys/class/infiniband")
 PF_EXITING = 0x4  # of a process's flags in /proc/PID/stat
-
-HOLDER = """
-import ctypes, sys
-buffer = ctypes.create_string_buffer(b"diptych-cma-probe")
-print(ctypes.addressof(buffer), flush=True)
-sys.stdin.read()
-"""
-PEEKER = """
-import sys
-from kvtransfer.host import read_process_memory
-pid, address = map(int, sys.argv[1:])
-print(read_process_memory(pid, address, 17).decode())
-"""
 
 
 def host_identity() -> HostIdentity:
@@ -89,34 +73,3 @@ def read_process_memory(pid: int, address: int, num_bytes: int) -> bytes:
         code = ctypes.get_errno() if got < 0 else 14
         raise OSError(code, f"process_vm_readv from process {pid}: {os.strerror(code)}")
     return buffer.raw
-
-
-def siblings_may_share_memory() -> str:
-    """ "" when one child process can read another's memory, else why not.
-
-    Two siblings, because workers are siblings: some ptrace rules let only a parent read its child.
-    """
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_root()
-    )
-    try:
-        assert holder.stdout is not None
-        address = holder.stdout.readline().strip()
-        peeker = subprocess.run(
-            [sys.executable, "-c", PEEKER, str(holder.pid), address],
-            capture_output=True,
-            text=True,
-            timeout=PEEK_TIMEOUT_S,
-            cwd=_root(),
-        )
-    finally:
-        holder.kill()
-        holder.communicate()
-    if peeker.stdout.strip() == "diptych-cma-probe":
-        return ""
-    return (peeker.stderr.strip().splitlines() or ["the child read other bytes"])[-1]
-
-
-def _root() -> str:
-    """Where `kvtransfer` is imported from, so that a child finds it too."""
-    return str(Path(__file__).resolve().parent.parent)

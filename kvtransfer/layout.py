@@ -49,7 +49,7 @@ class KVLayout:
             start, stop = getattr(self, name)
             stop = total if stop == -1 else stop
             if not 0 <= start < stop <= total:
-                raise ValueError(f"{name} {start}..{stop} lie outside the model's {total}")
+                raise ValueError(f"{name} {start}..{stop} are outside the model's {total}")
             object.__setattr__(self, name, (start, stop))
 
     @property

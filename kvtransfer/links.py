@@ -11,7 +11,7 @@ Knows preference, probes and digests; does not know which backends exist (`kvtra
 import asyncio
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvtransfer.copies import pieces_of
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, TransportUnavailable
@@ -22,17 +22,6 @@ from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress, rank
 from kvtransfer.transport import Place, PullOrder, Read, ReadStats, Region, Transport, summed
 
 PROBE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class TransportStats:
-    """`unsettled`: pulls whose target blocks may still be written."""
-
-    peers: int
-    reads: int
-    unsettled: int
-    num_bytes: int
-    failures: int
 
 
 class TransportSet:
@@ -64,15 +53,11 @@ class TransportSet:
         self._pulls: set[asyncio.Task[None]] = set()
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
         self._piece_reader = PieceReader(region, self._checker, place, verifies=verifies)
-        self._reads = self._failures = self._num_bytes = 0
 
     def shard(self) -> ShardAddress:
         """Call it for every handshake: a rebuilt transport has another address."""
         addresses = tuple((transport.name, transport.address()) for transport in self._transports)
         return ShardAddress(self._rank, self._region.layout, self._region.num_blocks, addresses)
-
-    def stats(self) -> TransportStats:
-        return TransportStats(len(self._links), self._reads, len(self._pulls), self._num_bytes, self._failures)
 
     def check(self) -> None:
         """Prove the invariants of pulls and staging slots. Raises AssertionError."""
@@ -100,7 +85,7 @@ class TransportSet:
         return slowest([report for _, report in connected])
 
     def pull(self, order: PullOrder) -> Read:
-        """Read our pieces of an order from a connected peer and check them. Every failure comes through the futures."""
+        """Read our pieces of an order from a connected peer and check them. Every failure is set on the futures."""
         loop = asyncio.get_running_loop()
         read = Read(loop.create_future(), loop.create_future())
         read.done.add_done_callback(observe)
@@ -116,7 +101,7 @@ class TransportSet:
         await asyncio.gather(*(transport.forget(link.name) for link in links for transport in self._transports))
 
     async def close(self) -> None:
-        """Returns when no byte can land in the region and no check reads it any more."""
+        """Returns when nothing writes to the region and no check reads it any more."""
         await asyncio.gather(*(transport.close() for transport in self._transports))
         await asyncio.gather(*self._pulls)
         self._checker.shutdown(wait=True)
@@ -186,30 +171,25 @@ class TransportSet:
         )
 
     async def _pull(self, order: PullOrder, read: Read) -> None:
-        """Run one pull. Errors go to the futures, so this task never raises."""
-        self._reads += 1
+        """Run one pull. Errors are set on the futures; this task never raises."""
 
         def fail(error: Exception) -> None:
             if not read.done.done():
                 read.done.set_exception(error)
 
-        landed: list[ReadStats | None] = []
+        completed: list[ReadStats | None] = []
         try:
             links = self._links.get(order.peer)
             if links is None:
                 raise PeerLost(f"{order.peer} is not connected: connect to its present incarnation first")
             digests = [_digests_of(order, link.piece) for link in links]
             reads = [self._piece_reader.read(order, *each, fail) for each in zip(links, digests, strict=True)]
-            landed = [await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads)
+            completed = [await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads)
         except Exception as error:
             fail(error)
-        stats = [each for each in landed if each is not None]
-        self._num_bytes += sum(each.num_bytes for each in stats)
-        if landed and len(stats) == len(landed):
-            if not read.done.done():
-                read.done.set_result(summed(stats))
-        else:
-            self._failures += 1
+        stats = [each for each in completed if each is not None]
+        if completed and len(stats) == len(completed) and not read.done.done():
+            read.done.set_result(summed(stats))
         if not read.settled.done():
             read.settled.set_result(None)
 

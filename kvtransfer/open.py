@@ -98,7 +98,7 @@ def _open(name: str, opening: _Opening) -> Transport:
         from kvtransfer.backends.tcp import TcpTransport
 
         if region.device != "cpu":
-            raise TransportUnavailable(f"the pool lies on {region.device}: sockets read host memory only")
+            raise TransportUnavailable(f"the pool is on {region.device}: sockets read host memory only")
         try:
             return TcpTransport(
                 region,

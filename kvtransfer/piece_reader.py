@@ -50,7 +50,7 @@ class _Part:
 class PieceReader:
     """Owned by a TransportSet, for all its links. `checker` is the thread that checks and places while reads go on.
 
-    A slot stays in use until its read has settled and its content is placed, so late bytes never damage other KV.
+    A slot stays in use until its read has settled and its content is placed, so a late write never damages other KV.
     """
 
     def __init__(self, region: Region, checker: Executor, place: Place | None, *, verifies: bool) -> None:
@@ -80,10 +80,10 @@ class PieceReader:
     async def read(
         self, order: PullOrder, link: PeerLink, digests: tuple[int, ...], failed: Failed
     ) -> ReadStats | None:
-        """Read the link's piece of an order into our blocks; returns when no byte of it can land any more.
+        """Read the link's piece of an order into our blocks; returns when nothing of it is written any more.
 
-        `digests` has one number for each source block, or none. A failure is passed to `failed` at once, though bytes
-        may still land; then the result is None.
+        `digests` has one number for each source block, or none. A failure is passed to `failed` at once, while the
+        read may still write; then the result is None.
         """
         loop = asyncio.get_running_loop()
         stop_s = loop.time() + order.deadline_s
@@ -91,13 +91,13 @@ class PieceReader:
         try:
             if not self._stages(link.shard.layout, link.piece):
                 return await self._read_directly(whole, link, order.deadline_s, failed)
-            landed: list[ReadStats] = []
+            completed: list[ReadStats] = []
             for part in self._parts(whole, link):
                 stats = await self._read_staged(part, link, max(0.0, stop_s - loop.time()), failed)
                 if stats is None:
                     return None
-                landed.append(stats)
-            return replace(summed(landed), seconds=sum(stats.seconds for stats in landed))
+                completed.append(stats)
+            return replace(summed(completed), seconds=sum(stats.seconds for stats in completed))
         except Exception as error:
             failed(error)
             return None
@@ -129,7 +129,7 @@ class PieceReader:
         source, ours, piece = link.shard.layout, self._region.layout, link.piece
         blocks, first, count = part.target_blocks, part.first_token, part.num_tokens
         copies = plan_copies(piece, source, ours, part.source_blocks, blocks, first, count)
-        stats = await _landed(link.transport.read(link.name, copies, deadline_s=deadline_s), failed)
+        stats = await _completed(link.transport.read(link.name, copies, deadline_s=deadline_s), failed)
         if stats is None or not self._verifies or not part.digests:
             return stats
         count = ours.digested_tokens(count)
@@ -148,7 +148,7 @@ class PieceReader:
         async with self._slot(deadline_s) as offset:
             copies[:, 1] += offset
             left_s = max(0.0, stop_s - asyncio.get_running_loop().time())
-            stats = await _landed(link.transport.read(link.name, copies, deadline_s=left_s), failed)
+            stats = await _completed(link.transport.read(link.name, copies, deadline_s=left_s), failed)
             if stats is None:
                 return None
 
@@ -182,7 +182,7 @@ class PieceReader:
             self._slots.put_nowait(offset)
 
 
-async def _landed(read: Read, failed: Failed) -> ReadStats | None:
+async def _completed(read: Read, failed: Failed) -> ReadStats | None:
     """Await a read until it has settled; pass its failure on at once."""
     try:
         return await read.done

@@ -1,10 +1,10 @@
-"""The probe block: real bytes that a reader fetches before it trusts a path.
+"""The probe block: a block with known content that a reader fetches before it uses a path.
 
     block 0   stamped by its owner with a pattern that follows from the rank's name; never used for KV
     block 1   scratch, the only block that a probe writes; never used for KV
 
-So a probe proves that the bytes came from this rank's memory, not only that a call succeeded. The two blocks may differ
-in size: a shorter pattern is the beginning of a longer one.
+So a probe proves that the bytes came from this rank's memory, not only that a call succeeded. The two blocks may have
+different sizes: a shorter pattern is the beginning of a longer one.
 """
 
 import hashlib
@@ -97,7 +97,7 @@ def _probe(region: Region, num_bytes: int) -> Copies:
 
 
 async def finish(read: Read) -> ReadStats:
-    """Await a read and then its settling, so that the scratch block is free again even after a failure."""
+    """Await a read until it has settled, so that the scratch block is free again even after a failure."""
     try:
         return await read.done
     finally:

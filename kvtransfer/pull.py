@@ -34,8 +34,8 @@ class LeaseClient(Protocol):
 
 
 class ReadOrder(Protocol):
-    """Which of a ticket's tokens are read next. Each read begins and ends where blocks of both sides do, or at the end
-    of the ticket.
+    """Chooses the tokens to read next. Each read begins and ends at a block border of both sides, or at the end of the
+    ticket.
     """
 
     @property
@@ -47,8 +47,8 @@ class ReadOrder(Protocol):
         """The first token and the number of tokens of the next read, of the first `ready_tokens`. None: not now."""
         ...
 
-    def landed(self, first_token: int) -> None:
-        """The read from this token on is right: its digests match, or the lease was valid after it."""
+    def completed(self, first_token: int) -> None:
+        """The read from this token on is verified: its digests match, or the lease was valid after it."""
         ...
 
 
@@ -67,7 +67,7 @@ class InOrder:
         first, self._next = self._next, max(self._next, ready_tokens)
         return (first, self._next - first) if self._next > first else None
 
-    def landed(self, first_token: int) -> None:
+    def completed(self, first_token: int) -> None:
         pass
 
 
@@ -113,19 +113,19 @@ async def pull(
         transport=link.transport,
         path=link.path,
         num_blocks=len(target_blocks),
-        num_bytes=sum(stats.num_bytes for stats in run.landed),
-        num_reads=len(run.landed),
-        num_descriptors=sum(stats.num_descriptors for stats in run.landed),
+        num_bytes=sum(stats.num_bytes for stats in run.completed),
+        num_reads=len(run.completed),
+        num_descriptors=sum(stats.num_descriptors for stats in run.completed),
         reused_blocks=skip_tokens // block_size,
-        digests_verified=sum(stats.num_digests for stats in run.landed),
+        digests_verified=sum(stats.num_digests for stats in run.completed),
         busy_s=run.busy_s,
-        digest_s=sum(stats.digest_seconds for stats in run.landed),
+        digest_s=sum(stats.digest_seconds for stats in run.completed),
         elapsed_s=now_s() - begun,
     )
 
 
 class _Pull:
-    """The state of one pull: how much of the ticket is ready, which reads are in flight, and what has landed."""
+    """The state of one pull: how much of the ticket is ready, which reads are in flight, and what has completed."""
 
     def __init__(
         self,
@@ -165,19 +165,19 @@ class _Pull:
         self._loop = asyncio.get_running_loop()
         self._order = order
         self._confirms_reads = proves_reads
-        self._unconfirmed: list[PullOrder] = []  # that have landed without digests
+        self._unconfirmed: list[PullOrder] = []  # that have completed without digests
         self._ready = self._skipped
         self._digests: list[tuple[int, ...]] = []  # [piece][block - self._skipped]; none: unchecked
         self._finished = self._skipped == len(ticket.blocks)
         self._in_flight: dict[asyncio.Future[ReadStats], PullOrder] = {}
         self._busy_since = 0.0
         self.busy_s = 0.0
-        self.landed: list[ReadStats] = []
+        self.completed: list[ReadStats] = []
 
     async def follow(self) -> None:
         """Watch and read until nothing is left to read."""
         watch: asyncio.Task[Progress] | None = None
-        num_proven = 0  # reads that had landed when the watch began
+        num_proven = 0  # reads that had completed when the watch began
         ttl_s = self._ticket.ttl_s
         beat = self._loop.time()
         try:
@@ -252,18 +252,18 @@ class _Pull:
             self._in_flight[self._reader(order).done] = order
 
     def confirm(self, count: int | None = None) -> None:
-        """The lease was still valid after the first `count` of the reads that landed without digests, or after all."""
+        """The lease was valid after the first `count` reads without digests that completed, or after all."""
         for order in self._unconfirmed[:count]:
-            self._order.landed(order.first_token)
+            self._order.completed(order.first_token)
         del self._unconfirmed[:count]
 
     def _collect(self) -> None:
         """Take in the reads that ended. Raises the first failure."""
         for done in [done for done in self._in_flight if done.done()]:
             order = self._in_flight.pop(done)
-            self.landed.append(done.result())
+            self.completed.append(done.result())
             if order.digests:
-                self._order.landed(order.first_token)
+                self._order.completed(order.first_token)
             elif self._confirms_reads:
                 self._unconfirmed.append(order)
             if not self._in_flight:

@@ -5,10 +5,10 @@ it knows no lease, no request, no token. All methods are called from one event l
 its own thread.
 
     connect ──> read ──> read.done     (result, or an error; a deadline is an error)
-                  └────> read.settled  (no further byte can land in local memory)
+                  └────> read.settled  (nothing is written to local memory any more)
 
-`done` may come before `settled`: a NIXL transfer cannot be cancelled, so after a timeout the bytes may go on
-landing. The owner of the target blocks frees them on `settled`, never on `done`.
+`done` may come before `settled`: a NIXL transfer cannot be cancelled, so it may go on
+after a timeout. The owner of the target blocks frees them on `settled`, never on `done`.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ ALIGNMENT = 64  # bytes; of the staging area
 
 
 class DeviceBytes(Protocol):
-    """Reaches the bytes of a region that lies on a device. A call waits for the device; any thread may call."""
+    """Reaches the bytes of a region on a device. A call waits for the device; any thread may call."""
 
     def load(self, offset: int, num_bytes: int) -> bytes:
         """A copy of bytes of the region."""
@@ -82,10 +82,10 @@ class Region:
     def bytes(self, offset: int = 0, num_bytes: int | None = None) -> memoryview:
         """A writable view of the pool's bytes (host memory only)."""
         if self.device != "cpu":
-            raise ValueError(f"the KV pool lies on {self.device}: its bytes cannot be viewed from the host")
+            raise ValueError(f"the KV pool is on {self.device}: its bytes cannot be viewed from the host")
         length = self.num_bytes - offset if num_bytes is None else num_bytes
         if offset < 0 or length < 0 or offset + length > self.num_bytes:
-            raise ValueError(f"bytes {offset}..{offset + length} lie outside the pool's {self.num_bytes}")
+            raise ValueError(f"bytes {offset}..{offset + length} are outside the pool's {self.num_bytes}")
         return memoryview((ctypes.c_char * length).from_address(self.address + offset)).cast("B")
 
 
@@ -167,12 +167,12 @@ class Transport(Protocol):
     async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
         """Connect to the rank `peer` (see `rank_name`); returns the path in words ("UCX cma/memory").
 
-        Repeating it is harmless.
+        May be repeated.
         """
         ...
 
     def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
-        """Start reading from a connected peer. Every failure comes through the futures."""
+        """Start reading from a connected peer. Every failure is set on the futures."""
         ...
 
     async def forget(self, peer: str) -> None:
@@ -180,5 +180,5 @@ class Transport(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release everything; returns when no byte can land any more."""
+        """Release everything; returns when nothing is written to local memory any more."""
         ...

@@ -1,7 +1,7 @@
 """CUDA's calls for sharing memory between processes, and copies on a stream of their own.
 
-The driver's library, by ctypes: it alone can tell which allocation an address lies in, it has one name whatever CUDA
-torch was built for, and its handles are plain bytes. Torch has the streams and events.
+The driver's library, by ctypes: only it can tell which allocation an address belongs to, it has one name for all CUDA
+versions of torch, and its handles are plain bytes. Torch has the streams and events.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ class _Handle(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CudaMapping:
-    """Where a peer's allocation, and its pool in it, lie in this process."""
+    """The addresses of a peer's allocation, and of its pool in it, in this process."""
 
     address: int
     pool: int
@@ -57,7 +57,7 @@ class CudaDriver:
         base, size, handle = c_uint64(), c_size_t(), _Handle()
         self._call("cuMemGetAddressRange_v2", byref(base), byref(size), c_uint64(self._region.address))
         if base.value + size.value < self._region.address + self._region.num_bytes:
-            raise TransportUnavailable("the pool lies in several allocations: unset torch's expandable_segments")
+            raise TransportUnavailable("the pool is in several allocations: unset torch's expandable_segments")
         try:
             self._call("cuIpcGetMemHandle", byref(handle), base)
         except TransportUnavailable as error:
@@ -74,7 +74,7 @@ class CudaDriver:
         try:
             self._call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
             if offset < 0 or address.value + offset + num_bytes > base.value + size.value:
-                raise TransportUnavailable(f"the owner's pool lies outside its memory of {size.value} bytes")
+                raise TransportUnavailable(f"the owner's pool is outside its memory of {size.value} bytes")
         except BaseException:
             self._unmap(address.value)
             raise

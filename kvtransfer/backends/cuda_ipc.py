@@ -2,10 +2,10 @@
 
     connect ── open the handle, once for each owner ── read: copy, wait for its event ── forget: unmap
 
-One thread does all of it in order, so nothing is unmapped while a copy reads it. A copy that was launched cannot be
-cancelled: past its deadline a read settles when its event has passed. A mapping keeps the memory of an owner that
-ended allocated, so the first read that notices its end unmaps it; bytes count only if the owner runs once they are
-here. An owner does nothing and notices nothing.
+One thread does all of this in order, so nothing is unmapped while a copy reads it. A launched copy cannot be cancelled:
+after its deadline a read settles when its event has passed. A mapping keeps the memory of an ended owner allocated, so
+the first read that notices the end unmaps it. A read succeeds only if the owner still runs when the copy has ended.
+The owner takes no part.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from kvtransfer.transport import Copies, Read, Region
 
 
 class IpcAddress(msgspec.Struct, frozen=True):
-    """What `CudaIpcTransport.address` packs: the allocation's handle and where the pool lies in it."""
+    """What `CudaIpcTransport.address` packs: the allocation's handle and the pool's offset in it."""
 
     handle: bytes
     offset: int
@@ -59,7 +59,7 @@ class IpcDriver(Protocol):
         ...
 
     def copy(self, mapping: Any, copies: Copies) -> None:
-        """Copy into our pool. Returns or raises once no byte can land any more."""
+        """Copy into our pool. Returns or raises once nothing is written any more."""
         ...
 
     def unmap(self, mapping: Any) -> None: ...
@@ -70,7 +70,7 @@ class IpcDriver(Protocol):
 def open_driver(region: Region) -> IpcDriver:
     """Loads torch only for a pool on a GPU."""
     if region.device == "cpu":
-        raise TransportUnavailable("the pool lies in host memory")
+        raise TransportUnavailable("the pool is in host memory")
     from kvtransfer.backends.cuda_driver import CudaDriver
 
     return CudaDriver(region)
@@ -122,12 +122,14 @@ class CudaIpcTransport:
         return self._launch(pending, partial(self._copy, peer, copies))
 
     async def forget(self, peer: str) -> None:
-        self._give_up([pending for pending in self._pending if pending.peer == peer])
+        for pending in [pending for pending in self._pending if pending.peer == peer]:
+            pending.drop()
         if not self._is_closed:
             await asyncio.wrap_future(self._thread.submit(self._unmap, peer))
 
     async def close(self) -> None:
-        self._give_up(list(self._pending))
+        for pending in list(self._pending):
+            pending.drop()
         if not self._is_closed:
             self._is_closed = True
             self._thread.submit(self._release)
@@ -158,11 +160,6 @@ class CudaIpcTransport:
             pending.abandoned = True
         if not pending.begun:
             pending.settle()
-
-    def _give_up(self, reads: list[PendingRead]) -> None:
-        for pending in reads:
-            pending.fail(PeerLost(f"{pending.peer} was given up while {pending.num_bytes} bytes were on their way"))
-            self._abandon(pending)
 
     # On the thread:
 

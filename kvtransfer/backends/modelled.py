@@ -1,7 +1,7 @@
 """A transport that takes the time of a transfer but moves no bytes, for simulation.
 
 Knows a link's latency and bandwidth; uses no memory, no thread and only the event loop's clock, so it runs under
-virtual time. Reads over one link queue behind each other, as on a wire.
+virtual time. Reads over one link run one after the other.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class _Wire:
 class ModelledTransport:
     """`Transport` whose reads take modelled seconds. At the deadline a read stops and settles at once.
 
-    A stopped read still occupies the wire: later reads end no earlier.
+    A stopped read still occupies the link: later reads end no earlier.
     """
 
     name = "modelled"
@@ -87,8 +87,7 @@ class ModelledTransport:
     async def forget(self, peer: str) -> None:
         self._wires.pop(peer, None)
         for pending in [pending for pending in self._pending if pending.peer == peer]:
-            pending.fail(PeerLost(f"{peer} was given up while {pending.num_bytes} bytes were on their way"))
-            self._stop(pending)
+            pending.drop()
 
     async def close(self) -> None:
         for peer in list(self._wires):

@@ -1,7 +1,7 @@
 """KV over NIXL on UCX: memory to memory between processes of one host (CMA), or over RDMA and NVLink.
 
 Reads only. A NIXL read cannot be cancelled: one that outlives its deadline stays quarantined until it ends.
-After `quarantine_s` the whole agent is destroyed and rebuilt, because nothing less keeps late bytes out. Then `address`
+After `quarantine_s` the whole agent is destroyed and rebuilt, because nothing else stops its writes. Then `address`
 changes, and every peer must be connected again. UCX installs exit handlers that can crash a process on hosts with
 rdma-core: end such a process with `os._exit` after `close`.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvtransfer.backends.nixl_agent import NixlAddress, NixlAgent, load_nixl
 from kvtransfer.backends.nixl_pump import NixlPump
 from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
-from kvtransfer.errors import PeerLost, TransportUnavailable
+from kvtransfer.errors import TransportUnavailable
 from kvtransfer.ticket import HostIdentity, ShardAddress
 from kvtransfer.transport import Copies, Read, Region
 
@@ -55,15 +55,12 @@ class NixlTransport:
         return pending.read
 
     async def forget(self, peer: str) -> None:
-        self._give_up([pending for pending in self._pending if pending.peer == peer])
+        for pending in [pending for pending in self._pending if pending.peer == peer]:
+            pending.drop()
         await asyncio.wrap_future(self._pump.submit(lambda: self._pump.forget(peer)))
 
     async def close(self) -> None:
-        self._give_up(list(self._pending))
+        for pending in list(self._pending):
+            pending.drop()
         self._pump.submit(self._pump.stop)
         await asyncio.to_thread(self._pump.thread.join)
-
-    def _give_up(self, pending_reads: list[PendingRead]) -> None:
-        for pending in pending_reads:
-            pending.fail(PeerLost(f"{pending.peer} was given up while {pending.num_bytes} bytes were on their way"))
-            self._pump.abandon(pending)

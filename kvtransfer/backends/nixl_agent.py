@@ -116,7 +116,7 @@ def _calm_progress(bindings: Any, pause_us: int) -> Iterator[None]:
 
 
 class NixlAgent:
-    """Owned by the transport's thread. `destroy` is the fence: afterwards no byte of an old read can land."""
+    """Owned by the transport's thread. After `destroy`, no old read writes any more."""
 
     def __init__(self, api: ModuleType, region: Region, identity: HostIdentity) -> None:
         self._region = region
@@ -175,7 +175,7 @@ class NixlAgent:
     def trial_read(self, peer: NixlPeer) -> Any:
         """Prepare a tiny read of the peer's first bytes into a private buffer, so that UCX must choose a path.
 
-        The buffer lies in the pool's kind of memory: UCX chooses a path for each pair of kinds.
+        The buffer is in the pool's kind of memory, since UCX chooses a path for each pair of kinds.
         """
         memory, device = ("DRAM", 0) if peer.address.device == "cpu" else ("VRAM", _ordinal(peer.address.device))
         local = self._agent.get_xfer_descs([(self._trial_address, TRIAL_BYTES, self._device)], mem_type=self._memory)
@@ -261,7 +261,7 @@ def read_route(ours: HostIdentity, device: str, theirs: NixlAddress) -> str:
         raise TransportUnavailable("same host, but another pid namespace: no process may read the other's memory")
     is_host = device == "cpu"
     if is_host != (theirs.device == "cpu"):
-        raise TransportUnavailable("same host, but only one pool lies on a GPU: UCX would read over TCP")
+        raise TransportUnavailable("same host, but only one pool is on a GPU: UCX would read over TCP")
     chosen = os.environ.get("UCX_TLS", "all")
     names = set(chosen.lstrip("^").split(","))
     path, members = ("CMA", {"cma", "sm", "shm"}) if is_host else ("CUDA IPC", {"cuda_ipc", "cuda"})

@@ -2,7 +2,7 @@
 
     job ──> begin ──> posted ──> complete               (settled)
                         ├──────> peer lost              (settled; the peer is forgotten)
-                        ├──────> in doubt               (failed, but quarantined: bytes may land)
+                        ├──────> in doubt               (failed, but quarantined: it may still write)
                         └──────> overdue                (timed out, but quarantined: still polled)
     quarantined for longer than `quarantine_s` ──> fence: the agent is destroyed, all reads settle, a new agent starts
 
@@ -254,7 +254,7 @@ class NixlPump:
             logger.error("%s", error)
 
     def _destroy(self, cause: PeerLost) -> None:
-        """Fence: once the last reference to the agent is gone, no byte can land, so all reads settle."""
+        """Fence: without references to the agent nothing is written any more, so all reads settle."""
         agent, self._agent = self._agent, None
         posted, self._posted = self._posted, []
         reading = (each.nixl_peer for each in posted)
@@ -276,7 +276,7 @@ class NixlPump:
 
     def _live_agent(self) -> NixlAgent:
         if self._agent is None:
-            raise TransportUnavailable("the NIXL agent is gone")
+            raise TransportUnavailable("the NIXL agent was destroyed")
         return self._agent
 
     def _translate(self, error: Exception, peer: str) -> Exception:

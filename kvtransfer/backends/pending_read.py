@@ -2,7 +2,7 @@
 
     in flight ──> complete  (done = stats)           ──> settled
        ├────────> failed    (done = error)           ──> settled
-       └────────> overdue   (done = TransferTimeout) ··> settled, when the backend knows that no byte can land
+       └────────> overdue   (done = TransferTimeout) ··> settled, when the backend writes nothing any more
 
 Methods run on the event loop; `post` calls them from other threads.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvtransfer.errors import TransferTimeout
+from kvtransfer.errors import PeerLost, TransferTimeout
 from kvtransfer.rpc.connection import observe
 from kvtransfer.transport import Copies, Read, ReadStats
 
@@ -29,10 +29,10 @@ class PendingRead:
         self.copies = copies
         self.num_bytes = int(copies[:, 2].sum())
         self._loop = asyncio.get_running_loop()
-        self._overdue = overdue
+        self._overdue = overdue or PendingRead.settle
         self.deadline_s = deadline_s
         self.begun = False  # both are guarded by the backend's lock: a read either begins,
-        self.abandoned = False  # or is abandoned before, and then no byte of it can land
+        self.abandoned = False  # or is abandoned before, and then writes nothing
         self.read = Read(self._loop.create_future(), self._loop.create_future())
         self.read.done.add_done_callback(observe)
         self._timer = self._loop.call_later(deadline_s, self._expire)
@@ -44,15 +44,20 @@ class PendingRead:
         self.settle()
 
     def fail(self, error: Exception) -> None:
-        """The read is lost, but bytes may still land: `settle` follows."""
+        """The read failed, but may still write: `settle` follows."""
         self._timer.cancel()
         if not self.read.done.done():
             self.read.done.set_exception(error)
 
     def abort(self, error: Exception) -> None:
-        """The read is lost and no byte can land."""
+        """The read failed and writes nothing any more."""
         self.fail(error)
         self.settle()
+
+    def drop(self) -> None:
+        """The peer was dropped: the read fails, and settles like one past its deadline."""
+        self.fail(PeerLost(f"{self.peer} was dropped while {self.num_bytes} bytes were being read"))
+        self._overdue(self)
 
     def settle(self) -> None:
         self._timer.cancel()
@@ -70,8 +75,7 @@ class PendingRead:
                 "blocks stay quarantined until the read settles; compute the prompt again or ask another owner"
             )
         )
-        if self._overdue:
-            self._overdue(self)
+        self._overdue(self)
 
 
 def call_loop(loop: asyncio.AbstractEventLoop, action: Callable[..., None], *arguments: object) -> None:

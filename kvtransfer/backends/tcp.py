@@ -2,7 +2,8 @@
 
 Used whenever TCP is the only common fabric, because a dying reader can crash the owner of a one-sided read that UCX
 emulates over TCP. There is one connection for each owner, and one thread for all connections; it receives directly into
-the pool, without the GIL and off the event loop. The socket is the fence: once its steps have ended, no byte can land.
+the pool, without the GIL and off the event loop. Once a socket's steps have ended, nothing is written to
+the pool.
 """
 
 import asyncio
@@ -144,12 +145,12 @@ class _Link:
         return pending.read
 
     def abandon(self, pending: PendingRead) -> None:
-        """Stop a read: cut the connection, or never start it."""
+        """Stop a read: close the connection, or never start it."""
         self._poller.call(partial(self._stop, pending))
 
     async def close(self) -> None:
         for pending in self._pending:
-            pending.fail(PeerLost(f"{self._peer} was given up while {pending.num_bytes} bytes were on their way"))
+            pending.fail(PeerLost(f"{self._peer} was dropped while {pending.num_bytes} bytes were being read"))
         closed: asyncio.Future[None] = self._loop.create_future()
         self._poller.call(partial(self._close, closed))
         await closed
@@ -210,7 +211,7 @@ class _Link:
         return unreachable(where, error) if isinstance(error, (OSError, ProtocolError)) else error
 
     def _fetch(self, link: socket.socket, pending: PendingRead, is_new: bool) -> Steps[None]:
-        stop_s = time.monotonic() + pending.deadline_s  # later than the event loop's deadline, which cuts the socket
+        stop_s = time.monotonic() + pending.deadline_s  # later than the event loop's deadline, which closes the socket
         if is_new:
             yield from polled.connect(link, self._place, stop_s)
             polled.tune(link)

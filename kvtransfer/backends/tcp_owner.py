@@ -136,5 +136,5 @@ def _receive_call(link: socket.socket, pool_bytes: int) -> Steps[tuple[int, tupl
         raise ProtocolError(f"{length} bytes are no list of ranges")
     ranges = tuple(RANGE.iter_unpack((yield from polled.receive_exactly(link, length, stop_s))))
     if any(size == 0 or offset + size > pool_bytes for offset, size in ranges):
-        raise ProtocolError("a range lies outside the pool")
+        raise ProtocolError("a range is outside the pool")
     return number, ranges

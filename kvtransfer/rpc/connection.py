@@ -165,7 +165,7 @@ class RpcConnection:
         """Send a message every second from now on; the connection is lost when the peer is silent for `patience_s`.
 
         Both ends call it. Silence is counted in messages that this end has sent, so a process that was itself stopped
-        does not blame its peer.
+        does not treat its peer as lost.
         """
         self.patience_s = patience_s
         self._keeping_alive = asyncio.ensure_future(self._keep_alive(message))
@@ -274,7 +274,7 @@ class RpcConnection:
             self.notify(message())
             self._silent_s += KEEPALIVE_S
             await asyncio.sleep(KEEPALIVE_S)
-        self._lose(f"was silent for {self.patience_s:.0f} s: its process is stopped, or its node is cut off")
+        self._lose(f"was silent for {self.patience_s:.0f} s: its process is stopped, or its node is unreachable")
 
 
 def observe(done: "asyncio.Future[Any]") -> None:
@@ -285,7 +285,7 @@ def observe(done: "asyncio.Future[Any]") -> None:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, EOFError):
-        return "hung up: its process died, or its node is cut off"
+        return "disconnected: its process died, or its node is unreachable"
     if isinstance(error, OSError):
         return f"cannot be reached any more: {error}"
     return f"broke the protocol: {type(error).__name__}: {error}"

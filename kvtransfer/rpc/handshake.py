@@ -174,10 +174,10 @@ ConnectionT = TypeVar("ConnectionT", bound=Hashable)
 
 
 class Unauthenticated(Generic[ConnectionT]):
-    """At most `limit` unauthenticated connections. One more displaces the oldest one of the address with the most.
+    """At most `limit` unauthenticated connections. Another one replaces the oldest one of the address with the most.
 
-    A handshake takes milliseconds, so the oldest connection is the least likely to be a member of the cluster, and a
-    flood from one address displaces only its own connections. Not safe for threads: the caller holds a lock.
+    A handshake takes milliseconds, so the oldest connection is the least likely to be a member of the cluster, and many
+    connections from one address replace only each other. Not safe for threads: the caller holds a lock.
     """
 
     def __init__(self, limit: int = MAX_UNAUTHENTICATED) -> None:

@@ -1,13 +1,13 @@
 """One thread for many sockets.
 
     steps     a generator; each step makes one system call that moves data, as much as there is
-    yields    until when it waits for its socket, or `AGAIN`: the other sockets have their turn first
+    yields    until when it waits for its socket, or `AGAIN`: after a step of each other socket
     is sent   whether no other socket moves data: then the next call may block for `SLICE_S`
     ended     is called once, when the steps have returned or raised
 
-A step waits only after a call that moved less than it could have, since events tell only of changes. It may go on
-without an event, and then makes its call again. It does so once when its peer has closed: that event may come before
-the call that gets the last bytes, and such a call does not tell of the end. Knows sockets and time; knows no frames.
+A step waits only after a call that moved less than it could have, because events report only changes. It may be resumed
+without an event, and then makes its call again. This happens once when its peer has closed: that event may come before
+the call that gets the last bytes, and such a call does not report the end. Knows sockets and time; knows no frames.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class Poller:
             self._resume(link.fileno(), task, error)
 
     def close(self) -> None:
-        """Stop all steps. Blocks until the thread has ended: call it off the event loop. Repeating it is harmless."""
+        """Stop all steps. Blocks until the thread has ended: call it off the event loop. May be repeated."""
         if self._thread.is_alive():
             self.call(self._close)
             self._thread.join()
@@ -166,7 +166,7 @@ def pause(seconds: float) -> Steps[None]:
 
 
 def _guarded(action: Callable[[], None]) -> None:
-    """The thread outlives an error that nobody expected."""
+    """Log an unexpected error; the thread goes on."""
     try:
         action()
     except Exception:

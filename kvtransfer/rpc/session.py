@@ -1,8 +1,8 @@
 """A stream of frames that outlives its connections: after a reconnect, no frame is lost and none arrives twice.
 
-Each end counts the frames that it got and acknowledges them after every few frames or bytes (ACK), never by a timer.
+Each end counts the frames that it received and acknowledges them after every few frames or bytes (ACK), not by a timer.
 Frames without an acknowledgment are kept, and sent again on the next connection, from the first one that the other end
-has not got.
+has not received.
 
     caller    opens the first connection, and the next one when it breaks, for at most `resume_s`
     listener  waits for the caller for at most `resume_s`, then the session has ended
@@ -31,7 +31,7 @@ RECONNECT_S = 0.05  # between attempts to connect again
 class SessionTarget(msgspec.Struct, frozen=True):
     """What a caller asks for: an incarnation, and a new session or the rest of one.
 
-    `connection`: the caller's number of this connection; 0 begins the session. `received`: the frames that it got.
+    `connection`: the caller's number of this connection; 0 begins the session. `received`: the frames that it received.
     """
 
     incarnation: str
@@ -72,8 +72,8 @@ class SessionStream:
         self._peer_host = stream.peer_host
         self._first = stream
         self._kept: deque[tuple[Kind, int, bytes]] = deque()  # not acknowledged
-        self._acknowledged = 0  # frames that the peer has got
-        self._unacknowledged = self._unacknowledged_bytes = 0  # frames that we got since our last ACK
+        self._acknowledged = 0  # frames that the peer has received
+        self._unacknowledged = self._unacknowledged_bytes = 0  # frames received since our last ACK
         self._room: asyncio.Future[None] | None = None  # while `drain` waits
         self._on_frame: Callable[[int, int, bytes], None] | None = None
         self._max_bytes = 0
@@ -92,7 +92,7 @@ class SessionStream:
         self.attach(self._first, 0)
 
     def attach(self, stream: FrameStream, peer_received: int) -> None:
-        """Go on with this connection, whose other end has got `peer_received` frames."""
+        """Go on with this connection, whose other end has received `peer_received` frames."""
         if self.ended.done():  # meanwhile
             stream.send(Kind.END, 0, b"")
             return stream.abort()
@@ -134,7 +134,7 @@ class SessionStream:
             self._stream.send(kind, number, body)
 
     async def drain(self) -> None:
-        """Wait until the peer has got most of what was sent, or the session has ended."""
+        """Wait until the peer has received most of what was sent, or the session has ended."""
         while not self._has_room():
             self._room = self._room or self._loop.create_future()
             await asyncio.shield(self._room)
@@ -186,7 +186,7 @@ class SessionStream:
             self._stream.send(Kind.ACK, self.received & 0xFFFFFFFF, b"")
 
     def _acknowledge(self, count: int) -> None:
-        """The peer has got `count` frames, modulo 2**32."""
+        """The peer has received `count` frames, modulo 2**32."""
         news = (count - self._acknowledged) & 0xFFFFFFFF
         if news > len(self._kept):
             raise ProtocolError(f"it got {count} frames, of {self._acknowledged + len(self._kept)} that were sent")

@@ -119,7 +119,7 @@ def run_to_end(engine: Engine, now_s: float = 0.0, device: "Device | None" = Non
 def bring(fetches: PrefixFetches, fetch: PrefixFetch, now_s: float = 0.0) -> None:
     """All that is still to be read of a prefix arrives."""
     while (taken := fetches.take(fetch, fetch.num_tokens, now_s)) is not None:
-        fetches.landed(fetch, taken[0], now_s)
+        fetches.completed(fetch, taken[0], now_s)
 
 
 def tokens_of(emitted: list[EngineOutput], key: str) -> list[int]:

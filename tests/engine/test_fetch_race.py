@@ -36,7 +36,7 @@ class Wire:
         """Up to this time."""
         while self._read is not None and self._read[0] <= until_s:
             self.now_s, first = self._read
-            self._fetches.landed(self._fetch, first, self.now_s)
+            self._fetches.completed(self._fetch, first, self.now_s)
             self._go_on()
         self.now_s = until_s
 
@@ -201,7 +201,7 @@ def test_whatever_arrives_when_every_token_attends_to_the_right_ones(
                 break
             first, size = reads.pop(draw.randrange(len(reads)))
             device.fill(fetch.blocks[first // 4 :], tokens[first : first + size])
-            fetches.landed(fetch, first, now_s)
+            fetches.completed(fetch, first, now_s)
             num_landed += 1
         for blocks in settling:
             device.fill(blocks, (-1,) * 4 * len(blocks))

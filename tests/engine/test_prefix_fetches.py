@@ -343,7 +343,7 @@ def test_a_read_takes_four_latencies_at_the_speed_that_the_link_has_now() -> Non
     begin = partial(side.prefix_fetches.begin, owner="b", latency_s=0.04, bytes_per_s=100.0)  # of a byte a block
     fetch = begin(range(100 * BLOCK))
     assert side.prefix_fetches.take(fetch, 100 * BLOCK, 0.0) == (0, 13 * BLOCK)
-    side.prefix_fetches.landed(fetch, 0, 1.0)
+    side.prefix_fetches.completed(fetch, 0, 1.0)
     assert side.prefix_fetches.take(fetch, 100 * BLOCK, 1.0) == (13 * BLOCK, 7 * BLOCK), "a 16th: latency is little now"
     side.prefix_fetches.end(fetch)
     again = begin(range(1000, 1000 + 100 * BLOCK))

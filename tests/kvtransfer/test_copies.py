@@ -184,5 +184,5 @@ def test_ranges_outside_the_owners_pool_are_refused(row: tuple[int, int, int]) -
 
 
 def test_ranges_outside_our_pool_raise() -> None:
-    with pytest.raises(ValueError, match=r"bytes 90\.\.101 lie outside our 100"):
+    with pytest.raises(ValueError, match=r"bytes 90\.\.101 are outside our 100"):
         refuse_outside(ranges((0, 90, 11)), source_bytes=100, target_bytes=100)

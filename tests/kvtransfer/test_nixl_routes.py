@@ -36,7 +36,7 @@ def test_gpus_of_two_hosts_need_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), [("cpu", "cuda:0"), ("cuda:0", "cpu")])
 def test_a_gpu_and_host_memory_of_one_host_are_refused(ours: str, theirs: str) -> None:
-    with pytest.raises(TransportUnavailable, match="only one pool lies on a GPU"):
+    with pytest.raises(TransportUnavailable, match="only one pool is on a GPU"):
         read_route(host_identity(), ours, owner(theirs))
 
 

@@ -142,7 +142,7 @@ class Backwards:
     def take(self, ready_tokens: int) -> tuple[int, int] | None:
         return self.left.pop(0) if self.left and ready_tokens == NUM_TOKENS else None
 
-    def landed(self, first_token: int) -> None:
+    def completed(self, first_token: int) -> None:
         self.proven.append(first_token)
 
 

@@ -67,7 +67,7 @@ def frame(kind: int, number: int, body: object) -> bytes:
     [
         (pack_header(Kind.MESSAGE, 0, 3) + b"abc", "broke the protocol"),
         (pack_header(Kind.MESSAGE, 0, 1 << 40), "broke the protocol: .* exceeds the limit"),
-        (b"\x02\x00", "hung up"),
+        (b"\x02\x00", "disconnected"),
         (frame(Kind.REPLY, 99, STEP), "broke the protocol: .* number 99, which is not expected"),
         (frame(Kind.REPLY, 2, SHARD), "broke the protocol: ValidationError"),
         (frame(Kind.MESSAGE, 0, wire.Settled(99)), "broke the protocol: KeyError: 99"),

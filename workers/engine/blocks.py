@@ -107,7 +107,7 @@ class BlockPool:
         self._blocks: dict[bytes, int] = {}  # content hash -> block
         self._prefixes: dict[int, int] = {}  # named block -> cache log name of the prefix that ends there
         self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
-        self._transfers: list[tuple[int, ...]] = []  # into which bytes may still land
+        self._transfers: list[tuple[int, ...]] = []  # which reads may still write to
         self._fetched: set[int] = set()  # named blocks from another worker that no prompt has used yet
         self.hits = CacheHits()
         self.log = CacheLog(block_size)
@@ -183,7 +183,7 @@ class BlockPool:
         self._cached.extend(idle)
 
     def begin_transfer(self, blocks: tuple[int, ...]) -> None:
-        """Bytes may land in these blocks until `end_transfer`, so they stay held until then."""
+        """A read may write to these blocks until `end_transfer`, so they stay held until then."""
         self.share(blocks)
         self._transfers.append(blocks)
 
@@ -193,7 +193,7 @@ class BlockPool:
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks into which bytes may still land."""
+        """Blocks that reads may still write to."""
         return len(set().union(*self._transfers))
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:

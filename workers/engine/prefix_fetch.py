@@ -1,7 +1,7 @@
 """Remote prefix fetch: copies a prefix from one worker's cache into another's, a few blocks with each read.
 
     owner    cached ──hold──> leased, ready as far as restored and digested ──release──> cached
-    reader   begin ──> blocks allocated ──take──> being read ──landed──> hashed and cached
+    reader   begin ──> blocks allocated ──take──> being read ──completed──> hashed and cached
                               └─ passed: computed here meanwhile, not read; blocks given back
 
 Reads come from the front while all prompts wait, and from the back once one of them computes. The fetched prefix is an
@@ -244,7 +244,7 @@ class PrefixFetches:
         places = fetch.places(unit)
         return self._pool.num_known(fetch.hashes[places.start : places.stop]) == len(places)
 
-    def landed(self, fetch: PrefixFetch, first_token: int, now_s: float) -> None:
+    def completed(self, fetch: PrefixFetch, first_token: int, now_s: float) -> None:
         """What was read from this token on is here, verified."""
         units = next(each for each in fetch.reading if each.start * fetch.unit * fetch.block_size == first_token)
         fetch.reading.remove(units)
@@ -260,6 +260,6 @@ class PrefixFetches:
             self._pool.name(fetch.blocks[place], fetch.hashes[place], prefix, fetched=True)
 
     def end(self, fetch: PrefixFetch) -> None:
-        """It has ended or failed. From now on at most the cache keeps what has landed."""
+        """It has ended or failed. From now on at most the cache keeps what has completed."""
         del self._in_flight[fetch]
         self._pool.free(fetch.held)

@@ -79,7 +79,7 @@ class Scheduler:
         """The next step; None when there is nothing to compute or copy.
 
         `ahead`: behind a step in flight, of the tokens that it samples; only if `runs_ahead`. A step with an `error`
-        computes nothing; it is in flight only so that its sequences fail when it lands.
+        computes nothing; it is in flight only so that its sequences fail when it ends.
         """
         if not self.queues.running and not self.queues.waiting:
             return None
