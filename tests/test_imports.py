@@ -112,7 +112,7 @@ VALUES = (
 PURE = ("workers.engine", "workers.kv_store.slot_index", "cluster.policy", "cluster.control.autoscaler.pods")
 IMPURE = {"time", "random", "secrets", "socket", "threading", "torch", "numpy"}
 # Arithmetic on columns, a row for each of a thousand workers, which plain Python has no time for. No randomness.
-COLUMNS = ("cluster.policy.routing.slo.shortlist", "cluster.policy.routing.slo.cost_tables")
+COLUMNS = tuple(f"cluster.policy.routing.slo.{name}" for name in ("shortlist", "worker_table", "cost_tables"))
 
 
 def modules() -> list[tuple[str, ast.Module]]:

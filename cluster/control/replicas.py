@@ -33,7 +33,7 @@ RESTART_S = 1.0  # pause after the second death in a row; the first restart is i
 START_RETRY_S = 5.0  # pause after a failed start
 MAX_RESTART_PAUSE_S = 300.0  # each further failure in a row doubles the pause up to this
 STEADY_S = 10.0  # a worker that was ready for this long resets the count of failures in a row
-TAKEN_OUT = "the controller took it out"
+REMOVED = "removed by the controller"
 CRASH_LOOP = 3  # failures in a row that count as a crash loop
 RETRY_S = 0.2  # between calls to a process that is starting
 IMPOSSIBLE = (ModelError, RuntimeUnavailable, TransportUnavailable)  # at a first start: the configuration is wrong
@@ -104,7 +104,7 @@ class ReplicaManager:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._show(WorkerState.DEAD, detail=TAKEN_OUT, waits_for="")
+        self._show(WorkerState.DEAD, detail=REMOVED, waits_for="")
         if self.handle is not None:
             await self._context.runtime.stop_worker(self.handle, grace_s)
 

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from cluster.control.client import ControllerCalls
 from cluster.control.membership import Member, Membership
-from cluster.control.replicas import CRASH_LOOP, TAKEN_OUT
+from cluster.control.replicas import CRASH_LOOP, REMOVED
 from cluster.control.supervised import Failures, supervised
 from cluster.dispatch.cache_reader import CacheReader
 from cluster.dispatch.capacity import ServingCapacity, serving_capacity, sized
@@ -272,7 +272,7 @@ class WorkerDiscovery:
 
     def _on_client_ended(self, client: WorkerClient) -> None:
         reason = client.lost or ""
-        self._history.add_event("left" if reason == TAKEN_OUT else "lost", client.name, reason)
+        self._history.add_event("left" if reason == REMOVED else "lost", client.name, reason)
 
     async def _reconnect(self) -> None:
         """Make a new client for each lost worker that the controller still sees as ready, every `RECONNECT_S`."""
@@ -308,7 +308,7 @@ def _departed(client: WorkerClient, view: WorkerView | None) -> bool:
 def _reason(view: WorkerView | None) -> str:
     """Why this worker is gone, according to the membership."""
     if view is None or view.state is not WorkerState.DEAD:
-        return TAKEN_OUT if view is None else "it was restarted"
+        return REMOVED if view is None else "it was restarted"
     return view.detail or "it died"
 
 

@@ -96,7 +96,7 @@ class MigrationLoop:
                 left -= 1
                 if not self._replace(key):
                     break
-                self._counts["anew", "moved"] += 1
+                self._counts["requeue", "moved"] += 1
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         """After the last running migration, start the next round."""

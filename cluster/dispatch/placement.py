@@ -117,7 +117,7 @@ class Placer:
 
     def better(self, query: PlacementQuery, key: str) -> Placement | None:
         """Better workers for a prompt that still waits, or None. In the policy, they replace the attempt `key`."""
-        placement = self._policy.better_placement(ask := self.ask(query), key)
+        placement = self._policy.requeue.better_placement(ask := self.ask(query), key, self._policy.choose)
         return None if placement is None else self._policy.replace(ask, key, placement)
 
     def count_fallback(self, placement: Placement) -> None:

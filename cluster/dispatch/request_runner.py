@@ -308,7 +308,7 @@ class RequestRunner:
             return FinishReason.STOP
         task = asyncio.current_task()
         assert task is not None
-        num_cancels, state.is_replaced = task.cancelling(), False
+        num_cancels = task.cancelling()
         state.running = asyncio.ensure_future(attempt.run())
         try:
             return await state.running
@@ -316,13 +316,13 @@ class RequestRunner:
             if task.cancelling() > num_cancels:
                 raise
         except Exception:
-            if not state.is_replaced:
+            if state.replacement is None:
                 attempt.end_phase()
                 raise
         finally:
             state.running = None
             attempt.decode.worker.catch_up()
-        if state.is_replaced:
+        if state.replacement is not None:
             state.watch.lap("prefill_queue")
             return None
         attempt.end_phase()
@@ -403,7 +403,6 @@ class RequestRunner:
         state.replacement = Replacement(request, placement)
         state.num_uncounted += 1
         attempt.release()  # ignores its messages from now on
-        state.is_replaced = True
         state.interrupt()
         self._observer.on_replaced(state.request, worker, reason)
         return True

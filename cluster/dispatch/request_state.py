@@ -40,8 +40,7 @@ class RequestState:
     placement: Placement | None = None  # the latest
     attempt: Attempt | None = None  # the running one
     token_observers: Sequence[OnTokens] = ()  # of the running attempt
-    replacement: Replacement | None = None  # until its attempt begins
-    is_replaced: bool = False  # of the running attempt
+    replacement: Replacement | None = None  # of the running attempt, until the next one begins
     running: "asyncio.Task[FinishReason] | None" = None  # of the running attempt
     num_uncounted: int = 0  # attempts that were replaced or continued elsewhere, without a failure
     no_memory_s: float | None = None  # since when other workers have lent too little for the next token

@@ -74,7 +74,7 @@ class History(RequestObserver):
         self.add_event("move", target, f"from {source}", request.id)
 
     def on_replaced(self, request: Request, worker: str, reason: str) -> None:
-        self.add_event("anew", worker, reason, request.id)
+        self.add_event("requeue", worker, reason, request.id)
 
     def on_end(self, end: RequestEnd) -> None:
         if end.score.outcome == "refused":

@@ -210,10 +210,6 @@ class Policy:
         """The attempt now decodes on another worker. Unknown keys are ignored."""
         self.active.moved(key, worker)
 
-    def better_placement(self, ask: PlacementRequest, key: str) -> Placement | None:
-        """A better placement for the attempt `key`, which has not started; None: it stays."""
-        return self.requeue.better_placement(ask, key, self.choose)
-
     def replace(self, ask: PlacementRequest, key: str, placement: Placement) -> Placement:
         """Replace the attempt `key`, which has not started, by one with this placement. Returns `for_client`."""
         self.index.withdraw(key)

@@ -81,7 +81,7 @@ class GatewayAttainment(SLOAttainment):
     """`SLOAttainment` of one gateway, with what only its metrics show."""
 
     errors: tuple[ErrorCounts, ...] = ()
-    moves: tuple[tuple[str, str, int], ...] = ()  # (reason, outcome, count) of migrations and, "anew", requeued prompts
+    moves: tuple[tuple[str, str, int], ...] = ()  # (reason, outcome, count) of migrations and, "requeue", of prompts
     moved_bytes: int = 0
     role_changes: tuple[tuple[str, str, int], ...] = ()  # (old role, new role, count) that this gateway has seen
     fallbacks: tuple[tuple[str, int], ...] = ()  # (role, requests served elsewhere because no worker of it was ready)

@@ -40,10 +40,10 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """A flip, a migration, a replaced attempt, a refusal, the loss of a worker, ..."""
+    """A flip, a migration, a requeued prompt, a refusal, the loss of a worker, ..."""
 
     at_ns: int
-    kind: str  # "flip", "move", "anew", "refused", "lost", "left", "back" or "crash loop"
+    kind: str  # "flip", "move", "requeue", "refused", "lost", "left", "back" or "crash loop"
     worker: str
     text: str
     request_id: str = ""

@@ -86,7 +86,7 @@ def test_prompts_behind_a_long_queue_move_to_an_idle_worker(mixed: bool) -> None
                     assert len(accepted) <= 1 + MAX_REPLACEMENTS
                     went += accepted[-1].prefill_worker != "prefill-0"
                 assert went >= 6 if rebalance else not went
-                received = [count for kind, _, count in subject.dispatcher.slo_attainment().moves if kind == "anew"]
+                received = [count for kind, _, count in subject.dispatcher.slo_attainment().moves if kind == "requeue"]
                 assert sum(received) == sum(
                     len([e for e in events if isinstance(e, Accepted)]) - 1 for _, events in runs
                 )

@@ -21,7 +21,8 @@ from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
 from cluster.policy.routing.router import Placement, PlacementRequest, SentWork
 from cluster.policy.routing.slo.exhaustive import AllWorkers
 from cluster.policy.routing.slo.router import MAX_EXHAUSTIVE, SLORouter
-from cluster.policy.routing.slo.shortlist import Shortlist
+from cluster.policy.routing.slo.shortlist import shortlist
+from cluster.policy.routing.slo.worker_table import WorkerTable
 from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import Role
@@ -146,8 +147,8 @@ def test_a_shortlist_and_an_exhaustive_search_find_the_same_prefix_owner(
         index.take(name, "1", KVEvents(0, 1, 1, 128, whole=True, **changes), "st"[len(device) % 2])
         cached[name] = min(499, 128 * len(device) + min(128 * len(on_host), (BLOCKS - used) * BLOCK // 2))
     ask = PlacementRequest(ClusterView(1, "c", None, workers, unlinked=pairs), wanted, now_s=1000.0)
-    table = Shortlist(latency, active, index, TARGET.tpot_s, 0)
-    short = table.candidates(ask, lambda: index.depths(chain(wanted.prompt), 1000.0), 9)
+    table = WorkerTable(latency, active, index, TARGET.tpot_s)
+    short = shortlist(table, ask, lambda: index.depths(chain(wanted.prompt), 1000.0), 9, 0)
     assert short is not None
     known = index.matches(chain(wanted.prompt), 1000.0)
     assert all(short.match(each) == known.get(each.name, Match(0)) for each in workers)
@@ -270,7 +271,7 @@ def test_a_shortlist_that_follows_changes_decides_as_one_that_is_made_anew(
         sent = {town.draw.choice(workers).name: SentWork(50, 2) for _ in range(count % 4)}
         ask = PlacementRequest(town.picture, wanted, sent, now_s=town.now_s)
         latency, active, index = anew._latency, anew.active, anew.index
-        anew._router._shortlist = Shortlist(latency, active, index, TARGET.tpot_s, 0)  # type: ignore[attr-defined]
+        anew._router._table = WorkerTable(latency, active, index, TARGET.tpot_s)  # type: ignore[attr-defined]
         placed = followed.choose(ask)
         assert isinstance(placed, Placement) and placed == anew.choose(ask)
         follow((followed, anew), ask, placed, 0)
@@ -296,7 +297,7 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
     """A worker at a time, or all at once: the same numbers, to the bit."""
     made = spec("slo", slo=TARGET, cost=cost, max_batch_tokens=64, max_running=64)
     active = ActiveRequests()
-    short = [Shortlist(LatencyPredictor(made, active), active, PrefixIndex(), TARGET.tpot_s, 0) for _ in range(2)]
+    short = [WorkerTable(LatencyPredictor(made, active), active, PrefixIndex(), TARGET.tpot_s) for _ in range(2)]
     for number, row in enumerate(running):
         decode = f"{'pdm'[row % 3]}{row}"
         active.began(Work(f"r{number}", "p0", decode, 300, 200, 50, 0.1 * number, 1000.0, 1000.1, tpot_slo_s=0.05))
@@ -306,11 +307,11 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
     )
     empty = tuple(structs.replace(each, stats=structs.replace(each.stats, running=99)) for each in workers)
     at_once, one_by_one = short
-    at_once.candidates(PlacementRequest(ClusterView(1, "c", None, workers), request(), now_s=1000.0), tuple, 9)
-    one_by_one.candidates(PlacementRequest(ClusterView(1, "c", None, empty), request(), now_s=1000.0), tuple, 9)
+    at_once.update(PlacementRequest(ClusterView(1, "c", None, workers), request(), now_s=1000.0))
+    one_by_one.update(PlacementRequest(ClusterView(1, "c", None, empty), request(), now_s=1000.0))
     for row in range(30):
         seen = (*workers[: row + 1], *empty[row + 1 :])
-        one_by_one.candidates(PlacementRequest(ClusterView(1, "c", None, seen), request(), now_s=1000.0), tuple, 9)
+        one_by_one.update(PlacementRequest(ClusterView(1, "c", None, seen), request(), now_s=1000.0))
     assert one_by_one.columns.tobytes() == at_once.columns.tobytes()
 
 
@@ -324,11 +325,11 @@ def test_a_worker_that_changes_its_pool_is_derived_again() -> None:
     asks = [PlacementRequest(ClusterView(1, "c", None, each), request(), now_s=1000.0) for each in (workers, moved)]
     active = ActiveRequests()
     followed, fresh = (
-        Shortlist(LatencyPredictor(made, active), active, PrefixIndex(), TARGET.tpot_s, 0) for _ in range(2)
+        WorkerTable(LatencyPredictor(made, active), active, PrefixIndex(), TARGET.tpot_s) for _ in range(2)
     )
     for ask in asks:
-        followed.candidates(ask, tuple, 9)
+        followed.update(ask)
     before = followed.columns[:, 0].tolist()
-    fresh.candidates(asks[1], tuple, 9)
+    fresh.update(asks[1])
     assert followed.columns.tobytes() == fresh.columns.tobytes()
     assert followed.columns[:, 1].tolist() != before

@@ -115,12 +115,12 @@ def test_counts_add_up_and_labels_are_bounded(ended: list[Ended]) -> None:
 
 
 def test_metrics_count_migrations_and_role_changes() -> None:
-    moves = ("anew", "moved", 4), ("role", "stayed", 1)
+    moves = ("requeue", "moved", 4), ("role", "stayed", 1)
     result = replace(standing(), moves=moves, moved_bytes=5000, role_changes=(("decode", "prefill", 2),))
     result = replace(result, dropped_names=(("disk", 7),))
     lines = exposition(result, "g").splitlines()
     for line in (
-        'diptych_migrations_total{gateway="g",outcome="moved",reason="anew"} 4.0',
+        'diptych_migrations_total{gateway="g",outcome="moved",reason="requeue"} 4.0',
         'diptych_migrations_total{gateway="g",outcome="stayed",reason="role"} 1.0',
         'diptych_migrated_bytes_total{gateway="g"} 5000.0',
         'diptych_role_changes_total{from="decode",gateway="g",to="prefill"} 2.0',

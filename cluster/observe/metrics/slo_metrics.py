@@ -12,7 +12,7 @@ from cluster.spec import Role
 
 Pairs = tuple[tuple[str, str], ...]
 # Exported from the start: Prometheus would not see the first increase of a series that starts with it.
-MOVES: Pairs = tuple(product(("drain", "role", "anew"), ("moved", "stayed")))
+MOVES: Pairs = tuple(product(("drain", "role", "requeue"), ("moved", "stayed")))
 CHANGES: Pairs = tuple(permutations((role.value for role in Role), 2))
 DECISIONS: Pairs = tuple(product(("flip", "grow", "shrink"), ("done", "failed", "advised")))
 

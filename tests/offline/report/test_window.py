@@ -239,5 +239,5 @@ def test_a_removed_worker_is_not_counted() -> None:
     history = History(8, 1e6, Clock())
     for number in range(50):
         history._traffic_of(f"decode-{number}").transfers += 1
-        history.add_event("left", f"decode-{number}", "the controller took it out")
+        history.add_event("left", f"decode-{number}", "removed by the controller")
     assert history.recent(f"decode-{number}" for number in range(50)).traffic == ()

@@ -109,7 +109,7 @@ class CostColumns:
         return seconds
 
     def row(self, reported: tuple[float, ...], own: tuple[float, ...], bound_s: float) -> tuple[float, ...]:
-        """One worker's values, in the order of the shortlist's columns; the same bits as `Shortlist._derive`.
+        """One worker's values, in the order of the table's columns; the same bits as `WorkerTable._derive`.
 
         `reported` and `own` as `ReportedLoad` and `OwnLoad`; `bound_s`: longest step with prompts.
         """

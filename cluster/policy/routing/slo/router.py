@@ -32,8 +32,9 @@ from cluster.policy.routing.cache_aware import CacheAware, prompt_of
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
 from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.policy.routing.slo.exhaustive import AllWorkers
-from cluster.policy.routing.slo.shortlist import Shortlist, ShortlistedWorkers
+from cluster.policy.routing.slo.shortlist import Shortlist, shortlist
 from cluster.policy.routing.slo.worker_estimate import DECODE, MIXED, PREFILL, DecodeSide, PromptSide, WorkerEstimate
+from cluster.policy.routing.slo.worker_table import WorkerTable
 from diptych.view import WorkerView
 from workers.request import SLO, Request
 
@@ -44,7 +45,7 @@ MAX_PREFILL_LOAD = 0.6  # share of the prefill workers' time up to which prompts
 MIN_PART = 128  # tokens of a cut prompt; a shorter part costs more than it saves
 EARLY = 0.8  # share of the TTFT SLO
 
-Candidates = AllWorkers | ShortlistedWorkers
+Candidates = AllWorkers | Shortlist
 
 
 class SLORouter(CacheAware):
@@ -67,7 +68,8 @@ class SLORouter(CacheAware):
         super().__init__(latency, index)
         self._estimate = WorkerEstimate(latency, active)
         self._expected = expected
-        self._shortlist = Shortlist(latency, active, index, default.tpot_s, few)
+        self._table = WorkerTable(latency, active, index, default.tpot_s)
+        self._few = few
         self._default = default
         self._recent: deque[tuple[float, float]] = deque()  # (time, seconds without decodes) of sent prompts
         self._recent_s = 0.0
@@ -75,9 +77,8 @@ class SLORouter(CacheAware):
 
     def choose(self, ask: PlacementRequest) -> Placement | None:
         slo, answer = self._slo_of(ask), self._expected(ask.request)
-        candidates = self._shortlist.candidates(ask, partial(self._depths, ask), answer) or AllWorkers(
-            ask, partial(self.match, ask), self.latency
-        )
+        candidates: Candidates | None = shortlist(self._table, ask, partial(self._depths, ask), answer, self._few)
+        candidates = candidates or AllWorkers(ask, partial(self.match, ask), self.latency)
         sides, first = self._prompt_sides(ask, candidates, slo)
         if first is None:
             return None
