@@ -11,13 +11,13 @@ policy.
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, TypeVar, overload
 
+from cluster.dispatch.message_queue import MessageQueue
 from cluster.dispatch.worker_call import AttemptFailed, Background, WorkerCall
 from cluster.dispatch.worker_client import Message, WorkerClient, WorkerLost
 from cluster.events import NotComputable
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
-
-LIVENESS_S = 5.0  # after this long without a message, ask the workers whether they still have the request
 
 
 class Phase(StrEnum):
@@ -93,14 +91,7 @@ class Attempt:
         self._prefix_owner = prefix_owner if prefix_owner and prefix_owner.kv_dtype == prefill.kv_dtype else None
         self._prefix_fetch_s = prefix_fetch_s
         self._lenders = lenders
-        # Bounded by the attempt's tokens. An exception was raised by `on_tokens` outside of `run`.
-        self._inbox: deque[tuple[WorkerCall, Message | Exception]] = deque()
-        self._has_mail = asyncio.Event()
-        self._num_messages = 0
-        self._check: asyncio.TimerHandle | None = None  # of the next liveness check
-        self._is_check_due = False
-        self._num_messages_before = 0  # at the last liveness check
-        self._missing_before: list[WorkerCall] = []
+        self._messages = MessageQueue(self._expected_from)
         self._latest: SequenceTiming | None = None
         self._head: SequenceTiming | None = None  # of a cut prompt's head, until its phase ends
         self.phase = Phase.QUEUEING
@@ -261,35 +252,34 @@ class Attempt:
     @property
     def is_waiting(self) -> bool:
         """Whether no worker is known to have begun its prompt, so that another attempt may replace it."""
-        return self.phase is Phase.PREFILL and not self._num_messages
+        return self.phase is Phase.PREFILL and not self._messages.num_received
 
     @property
     def num_unreported(self) -> int:
-        """Tokens that the decode worker has sampled and not reported yet; 0 while messages wait in the inbox."""
+        """Tokens that the decode worker has sampled and not reported yet; 0 while messages wait."""
         return self.decode.worker.num_unreported(self.decode.key) if self._is_direct else 0
 
     @property
     def _is_direct(self) -> bool:
         """Whether tokens are emitted at once."""
-        return self.phase is Phase.DECODE and not self._inbox and not self.switching.locked()
+        return self.phase is Phase.DECODE and not self._messages and not self.switching.locked()
 
     # ---- messages of the workers -------------------------------------------------------------------------------
 
     def on_message(self, call: WorkerCall, message: Message) -> None:
-        """Take a message. Emits tokens in the middle of an answer at once; other messages go through the inbox."""
-        self._num_messages += 1
+        """Take a message. Emits tokens in the middle of an answer at once; other messages wait for `run`."""
+        self._messages.num_received += 1
         if self._is_direct and isinstance(message, TokensOut) and message.finish is None and call is self.decode:
             self._latest = message.timing
             try:
                 self._on_tokens(message)
             except Exception as error:  # must end this attempt, not the worker's client
-                self._put(call, error)
+                self._messages.put(call, error)
         else:
-            self._put(call, message)
+            self._messages.put(call, message)
 
-    def _put(self, call: WorkerCall, message: Message | Exception) -> None:
-        self._inbox.append((call, message))
-        self._has_mail.set()
+    def _expected_from(self) -> list[WorkerCall]:
+        return [self.decode] if self.phase in (Phase.TRANSFER, Phase.DECODE) else [self._prefill, self.decode]
 
     @overload
     async def _receive(self, one: type[A], /) -> A: ...
@@ -301,11 +291,9 @@ class Attempt:
     async def _receive(self, *expected: type[Any]) -> Any:
         """The next output, of one of these types. Raises the error that ends the attempt."""
         while True:
-            await self._wait_for_mail()
+            await self._messages.wait()
             async with self.switching:
-                call, message = self._inbox.popleft()
-            if not self._inbox:
-                self._has_mail.clear()
+                call, message = self._messages.pop()
             is_ours = call is self._prefill or call is self.decode
             if not is_ours or not (call.is_held or isinstance(message, HeadOut)):
                 continue  # the call is done, or the decode has migrated
@@ -323,36 +311,6 @@ class Attempt:
             if not isinstance(message, expected):
                 raise AttemptFailed(call.name, f"it sent an unexpected {type(message).__name__}")
             return message
-
-    async def _wait_for_mail(self) -> None:
-        """Wait for a message, and check liveness every `LIVENESS_S`."""
-        while not self._inbox:
-            if self._is_check_due:
-                self._check, self._is_check_due = None, False
-                self._has_mail.clear()
-                await self._check_liveness()
-            elif self._check is None:
-                self._check = asyncio.get_running_loop().call_later(LIVENESS_S, self._check_now)
-            else:
-                await self._has_mail.wait()
-
-    def _check_now(self) -> None:
-        self._is_check_due = True
-        self._has_mail.set()
-
-    async def _check_liveness(self) -> None:
-        """Raise `AttemptFailed` if a worker that must send a message no longer has the request.
-
-        The request must be missing at two checks without a message between them: the last messages may be in transit.
-        """
-        missing: list[WorkerCall] = []
-        if self._num_messages == self._num_messages_before:
-            due = [self.decode] if self.phase in (Phase.TRANSFER, Phase.DECODE) else [self._prefill, self.decode]
-            missing = [call for call in dict.fromkeys(due) if await call.is_missing()]
-            for call in missing:
-                if call in self._missing_before:
-                    raise AttemptFailed(call.name, "the worker no longer has the request")
-        self._num_messages_before, self._missing_before = self._num_messages, missing
 
     def _emit_first(self, output: TokensOut, phase: Phase) -> None:
         """Emit the attempt's first token, and enter `phase`."""
@@ -414,8 +372,7 @@ class Attempt:
 
     def release(self) -> None:
         """Let all workers drop what they still hold; does not wait."""
-        if self._check is not None:
-            self._check.cancel()
+        self._messages.close()
         if self.migration is not None:
             self.migration.cancel()  # it releases its target
         for call in (self._prefill, self.decode):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.bundle_reader import BundleReader
-from cluster.dispatch.attempt import LIVENESS_S
+from cluster.dispatch.message_queue import LIVENESS_S
 from cluster.events import Event, Unservable
 from cluster.offline.sim import clock
 from cluster.offline.sim.cluster import PoolModel, SimCluster, open_cluster
