@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -48,6 +49,12 @@ async def pooling_of(spec: ClusterSpec) -> Literal["last", "mean"]:
         why = "its folder does not say that it is an embedding model"
         raise InvalidRequest("model", f"makes no embeddings: {why}; serve it with gateway.pooling: mean, or last")
     return "last" if found == "last" else "mean"
+
+
+async def makes_embeddings(spec: ClusterSpec) -> bool:
+    with suppress(InvalidRequest):
+        return bool(await pooling_of(spec))
+    return False
 
 
 @lru_cache(maxsize=8)

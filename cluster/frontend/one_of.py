@@ -2,6 +2,7 @@
 
 llguidance proves that for some alternatives itself. Here references are followed, and null is no obstacle: where two
 alternatives allow it, `oneOf` refuses it, so it is taken from all. What is not proved stays as it is.
+Counts of names that a grammar cannot tell apart are refused.
 """
 
 import json
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from workers.errors import InvalidRequest
 from workers.request import Grammar
 
 MAX_COMPARED = 2000  # alternatives, properties and values of a schema
@@ -27,7 +29,7 @@ NOT_OF_NULL = {
 
 def with_any_of_in(grammar: Grammar) -> Grammar:
     """The same with such a schema. A text that is no schema stays as it is, for the error of compiling it."""
-    if grammar.kind != "json" or '"oneOf"' not in grammar.text:
+    if grammar.kind != "json" or not any(f'"{name}"' in grammar.text for name in ("oneOf", "minProperties")):
         return grammar
     with suppress(ValueError, TypeError, RecursionError):
         schema = with_any_of(json.loads(grammar.text))
@@ -58,6 +60,9 @@ class _Prover:
             return {name: self.changed(schema) for name, schema in node.items()}
         kept = {key: value for key, value in node.items() if key in LITERALS}
         found = {key: self.changed(value, is_named=key in NAMED) for key, value in node.items()} | kept
+        if _counts_names_twice(found):
+            why = "minProperties above 1 cannot be enforced where any names are allowed, which may come twice"
+            raise InvalidRequest("sampling.grammar", f"cannot be compiled: {why}; leave it out, or require names")
         parts = found.get("oneOf")
         if isinstance(parts, list) and all(isinstance(each, dict | bool) for each in parts) and "anyOf" not in found:
             found["oneOf"] = parts = self._without_null(parts)
@@ -119,6 +124,13 @@ class _Prover:
         if not isinstance(schema, dict):
             return False
         return schema is self._root or not any(isinstance(schema.get(name), str) for name in ("$id", "id"))
+
+
+def _counts_names_twice(schema: Mapping[str, Any]) -> bool:
+    """Whether a grammar, which cannot tell that a name has come before, would count it again."""
+    least, is_open = schema.get("minProperties"), schema.get("additionalProperties") is not False
+    enough = max(1, len(set(_names(schema.get("required")))))
+    return isinstance(least, int) and least > enough and (is_open or "patternProperties" in schema)
 
 
 def _says_null(schema: Any) -> bool:

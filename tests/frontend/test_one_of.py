@@ -1,5 +1,6 @@
 """`with_any_of` never changes which values match; what it proves includes nullable types and pydantic's unions."""
 
+import json
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -8,7 +9,9 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
-from cluster.frontend.one_of import MAX_COMPARED, with_any_of
+from cluster.frontend.one_of import MAX_COMPARED, with_any_of, with_any_of_in
+from workers.errors import InvalidRequest
+from workers.request import Grammar
 
 SCALARS: list[Any] = [None, True, False, 0, 1, 1.0, 1.5, "a", "b"]
 OBJECTS: list[Any] = [{"t": each} for each in (*SCALARS, {"t": "a"})]
@@ -113,6 +116,18 @@ def test_alternatives_that_exclude_each_other(name: str) -> None:
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_alternatives_that_may_overlap(name: str) -> None:
     assert with_any_of(OVERLAPPING[name]) == OVERLAPPING[name]
+
+
+NAMED = {"type": "object", "patternProperties": {"^[ab]$": {}}}
+
+
+def test_names_that_may_come_twice_are_not_counted() -> None:
+    for schema in ({"minProperties": 2}, {**NAMED, "additionalProperties": False, "minProperties": 2}):
+        with pytest.raises(InvalidRequest, match="minProperties above 1"):
+            with_any_of_in(Grammar("json", json.dumps({"type": "array", "items": schema})))
+    closed = {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False, "minProperties": 2}
+    for schema in (closed, {**NAMED, "minProperties": 1}, {"required": ["a", "b"], "minProperties": 2}):
+        assert with_any_of(schema) == schema
 
 
 def test_only_schemas_change() -> None:

@@ -201,6 +201,8 @@ BAD = {
     "a wrong type": Grammar("json", '{"type": "strin"}'),
     "an unsupported keyword": Grammar("json", '{"type": "array", "uniqueItems": true}'),
     "leniency": Grammar("json", '{"not": {}, "x-guidance": {"lenient": true}}'),
+    "options of llguidance": Grammar("json", '{"type": "array", "x-guidance": {"item_separator": ";"}}'),
+    "forced text without an end": Grammar("lark", 'start: "a" start'),
     "a contradiction": Grammar("json", '{"type": "string", "minLength": 3, "maxLength": 2}'),
     "contradicting parts": Grammar("json", '{"allOf": [{"type": "string"}, {"type": "integer"}]}'),
     "an endless recursion": Grammar("json", '{"$ref": "#"}'),

@@ -51,6 +51,7 @@ LONGEST_REASON = 300  # characters of an error
 REASONS = (
     (r'at \d+\(\d+\): invalid regex (".*") \(in regex\): regex parse error: .* error: (.*?) \d+ \| .*', r"\1: \2"),
     (r"Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced; leave it out"),
+    (r"NoExtensionBias", "it allows no token"),
     (r"oneOf not fully supported.*", "oneOf needs schemas that exclude each other; anyOf does not"),
     (r"Resource '([^']*)' is not present.*", r"a $ref to '\1' is outside of the schema; put it below $defs"),
 )
@@ -92,9 +93,12 @@ class GrammarCompiler:
         for _ in range(PROBED_TOKENS):
             begun_s = thread_time()
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-            if thread_time() - begun_s > MASK_S:
+            if not matcher.is_stopped():
+                matcher.compute_ff_tokens()  # what is forced may have no end
+                matcher.consume_token(int(np.unpackbits(mask, bitorder="little").argmax()))
+            if (matcher.is_error() and mask.any()) or thread_time() - begun_s > MASK_S:
                 raise InvalidRequest("sampling.grammar", "takes too long for each token; simplify it")
-            if matcher.is_stopped() or not matcher.consume_token(int(np.unpackbits(mask, bitorder="little").argmax())):
+            if matcher.is_stopped():
                 break
 
     def _compile(self, grammar: Grammar) -> "LLMatcher":
@@ -151,6 +155,8 @@ def _source(grammar: Grammar) -> str:
             schema: Any = json.loads(grammar.text)
             if not isinstance(schema, dict | bool):
                 raise ValueError("a JSON schema is an object")
+            if isinstance(schema, dict) and "x-guidance" in schema:  # llguidance's own options, which replace ours
+                raise ValueError("x-guidance is not supported; leave it out")
             return LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)

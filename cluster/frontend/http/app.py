@@ -113,12 +113,11 @@ class _Routes:
         return await self.of(model).large(request, raw)
 
     async def models(self) -> Response:
-        return _json(
-            {"object": "list", "data": [model for each in self._by_gateway.values() for model in each.describe_all()]}
-        )
+        models = [model for each in self._by_gateway.values() for model in await each.describe_all()]
+        return _json({"object": "list", "data": models})
 
     async def model(self, name: str) -> Response:
-        return _json(self.of(name).describe(name))
+        return _json(await self.of(name).describe(name))
 
     async def health(self) -> Response:
         """Liveness: the process responds."""

@@ -76,7 +76,7 @@ class ChatBody(Generation):
     def tool_request(self) -> ToolRequest | None:
         """None: the answer calls no tools, and the model sees none. Raises `InvalidRequest`."""
         asked, wanted = tool_request(self.tools, self.tool_choice, self.parallel_tool_calls), grammar_from(vars(self))
-        if asked is not None and not asked.must_call and wanted is not None and wanted[1].kind != "json":
+        if asked is not None and wanted is not None and wanted[1].kind != "json":
             raise InvalidRequest(wanted[0], "leaves no room for a tool call; leave it out, or set tool_choice to none")
         return asked
 

@@ -29,7 +29,10 @@ class MessagesBody(ChatLike):
         r"\.tool_call_id$": ".tool_use_id",
         r"^response_format(\.json_schema)?": "output_config.format",
     }
-    renamed: ClassVar[Mapping[str, str]] = {"sampling.stop": "stop_sequences"}
+    renamed: ClassVar[Mapping[str, str]] = {
+        "sampling.stop": "stop_sequences",
+        "chat_template_kwargs.enable_thinking": "thinking",
+    }
     passing: ClassVar[Collection[str]] = ("metadata", "service_tier", "inference_geo", "cache_control")
     needs_max_tokens: ClassVar[bool] = True
 

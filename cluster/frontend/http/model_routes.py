@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.embedding import PromptEmbedding
+from cluster.frontend.embedding import PromptEmbedding, makes_embeddings
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.http.bodies import CompletionBody, DetokenizeBody, Generation
 from cluster.frontend.http.chat_body import ChatBody, TokenizeBody
@@ -224,11 +224,11 @@ class ModelRoutes:
         request._body = b"{}"  # frees the large body; FastAPI checks that there is one
         return None
 
-    def describe_all(self) -> list[dict[str, Any]]:
+    async def describe_all(self) -> list[dict[str, Any]]:
         """The model and its adapters, as in `GET /v1/models`."""
-        return [self.describe(name) for name in ("", *self._context.dispatcher.adapters)]
+        return [await self.describe(name) for name in ("", *self._context.dispatcher.adapters)]
 
-    def describe(self, name: str) -> dict[str, Any]:
+    async def describe(self, name: str) -> dict[str, Any]:
         """An adapter has the model that it changes as its `parent`. Raises `UnknownModel`."""
         model = self._context.model
         found = self.gateway.name_of(name)
@@ -243,6 +243,7 @@ class ModelRoutes:
                 "chat": bool(self.gateway.tokenizer.info.get("chat_template")),
                 "tool_calls": self._planner.reads_calls,
                 "reasoning": self._planner.needs_prompt,
+                "embeddings": await makes_embeddings(self._context.spec),
                 "structured_output": find_spec("llguidance") is not None,
             },
             "default_sampling_params": self.gateway.default_sampling,

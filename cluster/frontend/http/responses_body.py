@@ -32,7 +32,10 @@ class ResponsesBody(ChatLike):
         r"^response_format(\.json_schema)?": "text.format",
         "^reasoning_effort$": "reasoning.effort",
     }
-    renamed: ClassVar[Mapping[str, str]] = {"prompt": "input", "sampling.max_tokens": "max_output_tokens"}
+    renamed: ClassVar[Mapping[str, str]] = {
+        **{"prompt": "input", "prompt.chat": "input"},
+        "sampling.max_tokens": "max_output_tokens",
+    }
     passing: ClassVar[Collection[str]] = ("user", "prompt_cache_retention", "service_tier", "include", "stream_options")
     limited: ClassVar[Mapping[str, Any]] = {"truncation": "disabled", "background": False, "top_logprobs": 0}
 
@@ -197,8 +200,10 @@ def _format(text: Item | None) -> Item | None:
         return None
     refuse_others("text", text, {"format"})
     form = text.get("format")
-    if not isinstance(form, dict):
+    if form is None:
         return None
+    if not isinstance(form, dict):
+        raise InvalidRequest("text.format", 'must be an object, such as {"type": "text"}')
     refuse_others("text.format", form, {"type", "name", "schema", "strict", "description"})
     if form.get("type") != "json_schema":
         return {"type": form.get("type")}

@@ -17,7 +17,7 @@ from workers.request import Grammar
 
 ANY_OBJECT = Grammar("json", '{"type": "object"}')
 KINDS = ("json", "regex", "choice", "grammar")
-FORMAT_FIELDS = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}}
+FORMAT_FIELDS = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
 SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 
 
@@ -34,13 +34,13 @@ def grammar_from(body: Mapping[str, Any]) -> tuple[str, Grammar] | None:
 
 
 def _of_format(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
-    kind = given.get("type", "text")
-    if kind == "text":
-        return None
+    kind = given.get("type", None if given else "text")
     if not isinstance(kind, str) or kind not in FORMAT_FIELDS:
         rule = "text, json_object and json_schema are"
         raise InvalidRequest("response_format.type", f"{str(kind)[:40]!r} is not supported; {rule}")
     refuse_others("response_format", given, FORMAT_FIELDS[kind])
+    if kind == "text":
+        return None
     if kind == "json_object":
         return "response_format", ANY_OBJECT
     where, wrapped = "response_format.json_schema", given.get("json_schema")

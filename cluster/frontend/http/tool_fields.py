@@ -66,7 +66,9 @@ def _schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:
                 raise InvalidRequest(f"{where}.function.{field}", f"must be {wanted}")
         if not isinstance(function.get("description"), str | None):
             raise InvalidRequest(f"{where}.function.description", "must be text")
-        schemas[name] = function.get("parameters") or NO_PARAMETERS
+        schemas[name] = parameters = function.get("parameters") or NO_PARAMETERS
+        if parameters.get("type", "object") != "object":
+            raise InvalidRequest(f"{where}.function.parameters.type", "must be object: arguments have names")
     if (size := len(json.dumps(tools))) > MAX_TOOLS_BYTES:
         raise InvalidRequest("tools", f"have {size} bytes; a request has at most {MAX_TOOLS_BYTES}")
     return schemas

@@ -178,7 +178,15 @@ async def test_wrong_inputs_are_refused_by_name(subject: Subject) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
 
+async def test_models_say_what_they_can_do(subject: Subject) -> None:
+    (model,) = (await subject.there.http.get("/v1/models")).json()["data"]
+    wanted = {"chat": True, "tool_calls": False, "reasoning": False, "embeddings": True, "structured_output": True}
+    assert model["capabilities"] == wanted
+
+
 async def test_a_model_for_text_makes_no_embeddings() -> None:
     async with opened(FakeDispatcher(), pooling="none") as (there, _):
         answer = await there.http.post("/v1/embeddings", json={"input": "hi"})
+        (model,) = (await there.http.get("/v1/models")).json()["data"]
+    assert not model["capabilities"]["embeddings"]
     assert answer.status_code == 400 and "gateway.pooling: mean, or last" in answer.json()["error"]["message"]

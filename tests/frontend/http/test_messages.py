@@ -20,6 +20,7 @@ from cluster.frontend.tools.formats import AnswerParser, answer_format
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher
 from tests.frontend.http.opened import Clients, opened
 from tests.frontend.http.test_tool_calls import ANSWER, ToolTokenizer, scripted
+from workers.errors import InvalidRequest
 from workers.request import FinishReason
 
 LOOK = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
@@ -200,6 +201,18 @@ async def test_thinking_is_the_reasoning_of_a_chat(dispatcher: FakeDispatcher) -
         for kind in ("enabled", "disabled", "adaptive"):
             await client.messages.create(**ASK, thinking={"type": kind, "budget_tokens": 1024})
     assert seen == [{"enable_thinking": True}, {"reasoning_effort": "none"}, {}]
+
+
+async def test_thinking_that_the_template_does_not_know_is_named(dispatcher: FakeDispatcher) -> None:
+    class PlainTokenizer(ByteTokenizer):
+        def apply_chat_template(
+            self, messages: Any, *, tools: Any = (), template_kwargs: Any = None
+        ) -> tuple[int, ...]:
+            raise InvalidRequest(f"chat_template_kwargs.{next(iter(template_kwargs))}", "is no variable")
+
+    async with opened(dispatcher, PlainTokenizer) as (there, _):
+        answer = await there.http.post("/v1/messages", json=ASK | {"thinking": {"type": "enabled"}})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("thinking: ")
 
 
 @pytest.mark.parametrize(

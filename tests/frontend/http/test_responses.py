@@ -176,6 +176,8 @@ async def test_an_error_after_the_first_event_is_an_event(there: Clients, dispat
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": [{"type": "reasoning", "content": -1}]}, "input[0].content"),
         ({"text": {"format": {"type": "x"}}}, "text.format.type"),
+        ({"text": {"format": "json"}}, "text.format"),
+        ({"input": []}, "input"),
         ({"text": {"format": {"type": "json_schema", "schema": {"a": "x" * 70000}}}}, "text.format.schema"),
         ({"metadata": {str(number): "a" for number in range(20_000)}}, "metadata"),
         ({"nonsense": 1}, "nonsense"),

@@ -67,6 +67,8 @@ def schema(value: Any) -> dict[str, Any]:
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": {"a": 1}}}, "response_format.type"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ({"response_format": {"json_schema": {"schema": {}}}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema"),
         ({"response_format": schema([])}, SCHEMA),

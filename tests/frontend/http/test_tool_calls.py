@@ -286,6 +286,11 @@ def called(**fields: Any) -> list[dict[str, Any]]:
             "tools[0].function.parameters",
             "a JSON schema",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+            "tools[0].function.parameters.type",
+            "must be object",
+        ),
         ({"tools": TOOLS * 65}, "tools", "at most 128"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "description": "d" * (256 << 10)}}]},
@@ -300,6 +305,7 @@ def called(**fields: Any) -> list[dict[str, Any]]:
             "none of the tools",
         ),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "no room for a tool call"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex", "no room for a tool call"),
         ({"tools": TOOLS, "structured_outputs": {"json": "{"}}, "structured_outputs.json", "cannot be read"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id", "is missing"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "c"}]}, "messages[0].tool_call_id", "no call"),
