@@ -12,9 +12,11 @@ import psutil
 import pytest
 
 from cluster.events import Rejected
-from cluster.frontend.preprocessing import HUGE_BYTES, PreprocessingPool
+from cluster.frontend import preprocessing
+from cluster.frontend.preprocessing import GRAMMAR_NICENESS, HUGE_BYTES, PreprocessingPool
 from tests.frontend.grpc.fake import ByteTokenizer
 from workers.errors import InvalidRequest
+from workers.request import Grammar
 
 
 def process_id(tokenizer: ByteTokenizer) -> int:
@@ -43,6 +45,18 @@ def wait_in(tokenizer: ByteTokenizer, folder: Path) -> None:
     (folder / "begun").touch()
     while not (folder / "go").exists():
         time.sleep(0.005)
+
+
+class FakeGrammars(ByteTokenizer):
+    """A grammar's text says what its compilation does."""
+
+    def check_grammar(self, grammar: Grammar) -> Grammar:
+        while grammar.text == "compute":
+            pass
+        if grammar.text == "wait":
+            time.sleep(60.0)
+        group = Path("/proc/self/autogroup")  # "/autogroup-7 nice 10"
+        return Grammar("regex", f"{os.nice(0)}, {group.read_text().split()[-1] if group.exists() else os.nice(0)}")
 
 
 @pytest.fixture
@@ -121,6 +135,24 @@ async def test_closing_kills_the_process_and_fails_waiting_calls(tmp_path: Path)
         with pytest.raises(Rejected, match="is closing"):
             await call
     assert not psutil.pid_exists(theirs)
+
+
+async def test_a_grammar_is_compiled_at_a_low_priority_in_its_session_and_of_it() -> None:
+    async with aclosing(PreprocessingPool(FakeGrammars)) as processes:
+        found = await processes.check_grammar(Grammar("regex", "priority"))
+    assert found.text == f"{GRAMMAR_NICENESS}, {GRAMMAR_NICENESS}"
+
+
+async def test_a_grammar_has_a_limit_of_computation_and_a_host_without_time_is_not_its_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with aclosing(PreprocessingPool(FakeGrammars)) as processes:
+        monkeypatch.setattr(preprocessing, "GRAMMAR_S", 0.3)
+        with pytest.raises(Rejected, match="host is too busy to compile"):
+            await processes.check_grammar(Grammar("regex", "wait"))
+        monkeypatch.setattr(preprocessing, "GRAMMAR_S", 25.0)
+        with pytest.raises(InvalidRequest, match=r"takes more than 0\.2 s to compile"):
+            await processes.check_grammar(Grammar("regex", "compute"))
 
 
 async def test_callers_get_the_error_of_a_tokenizer_that_cannot_load() -> None:
