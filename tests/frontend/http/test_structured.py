@@ -22,9 +22,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
 
 @pytest.fixture
-async def real(
-    dispatcher: FakeDispatcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Clients]:
+async def real(dispatcher: FakeDispatcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Clients]:
     """A gateway with a real tokenizer and its processes, which here do not yield to what else this machine runs."""
     monkeypatch.setattr(preprocessing, "GRAMMAR_NICENESS", 0)
     monkeypatch.setattr(preprocessing, "GRAMMAR_S", 25.0)
