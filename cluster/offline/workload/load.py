@@ -12,7 +12,7 @@ from cluster.offline.workload.changes import WorkloadPhase
 from cluster.offline.workload.collect import collect
 from cluster.offline.workload.lengths import MIXES, Lengths, Resampled, parse_lengths
 from cluster.offline.workload.options import FOR_ALL_PROCESSES, FOR_TRACES, WorkloadOptions, parse_options, split
-from cluster.offline.workload.processes import Burst, Constant, Day, Gamma, OnOff, Poisson, Process
+from cluster.offline.workload.processes import Burst, Constant, Day, Gamma, OnOff, Poisson, Process, Weibull
 
 _OF_TIME = ("rate", "duration")  # not for bursts
 _SEED_STRIDE = 1_000_003  # so that phases of one seed do not reuse another seed
@@ -21,6 +21,7 @@ _SEED_STRIDE = 1_000_003  # so that phases of one seed do not reuse another seed
 _PROCESSES: dict[str, tuple[Callable[..., Process], dict[str, str]]] = {
     "poisson": (Poisson, {}),
     "gamma": (Gamma, {"cv": "cv"}),
+    "weibull": (Weibull, {"shape": "shape"}),
     "onoff": (OnOff, {"on": "on_s", "off": "off_s"}),
     "day": (Day, {"swing": "swing", "period": "period_s"}),
     "constant": (Constant, {}),
@@ -37,6 +38,7 @@ def load_workload(source: str, *, seed: int = 0) -> Workload:
     SOURCE is a process of arrivals:
       poisson   exponential gaps
       gamma     gamma gaps; cv=2 is their coefficient of variation (1: as poisson; more: bursts)
+      weibull   Weibull gaps; shape=0.5 (1: as poisson; less: bursts)
       onoff     poisson for on=60 seconds, silent for off=60
       day       poisson with a rate that swings by swing=0.5 (up to 1) over period=86400 seconds
       constant  equal gaps

@@ -64,6 +64,7 @@ class WorkloadOptions:
     duration: float | None = _field(_SECONDS)
     lengths: str | None = _field(_Option("a mix, PROMPT/OUTPUT or a trace", str))
     cv: float | None = _field(_number(0.01, 100.0))
+    shape: float | None = _field(_number(0.1, 100.0))
     on: float | None = _field(_SECONDS)
     off: float | None = _field(_SECONDS)
     swing: float | None = _field(_number(0.0, 1.0))

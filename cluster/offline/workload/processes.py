@@ -1,8 +1,9 @@
 """Arrival processes: infinite sequences of arrival times from a seeded source.
 
 Times are seconds from 0 on, in order. `rate` is the long-term mean in requests/s; the same seed gives the same pattern
-at every rate, only faster. Sources: gamma gaps with a coefficient of variation as in AlpaServe (Li et al., 2023); a
-rate that changes over time by thinning (Lewis and Shedler, 1979).
+at every rate, only faster. Sources: gamma gaps with a coefficient of variation as in
+AlpaServe (Li et al., 2023); Weibull gaps as in BurstGPT (Wang et al., 2024); a rate that changes over time by thinning
+(Lewis and Shedler, 1979).
 """
 
 import math
@@ -47,6 +48,18 @@ class Gamma:
         shape = 1.0 / (self.cv * self.cv)
         scale = 1.0 / (self.rate * shape)
         return _summed(lambda: source.gammavariate(shape, scale))
+
+
+@dataclass(frozen=True, slots=True)
+class Weibull:
+    """Weibull gaps: shape 1 is Poisson, below 1 is burstier with a heavy tail, above 1 more regular."""
+
+    rate: float
+    shape: float = 0.5
+
+    def times(self, source: random.Random) -> Iterator[float]:
+        scale = 1.0 / (self.rate * math.gamma(1.0 + 1.0 / self.shape))
+        return _summed(lambda: source.weibullvariate(scale, self.shape))
 
 
 @dataclass(frozen=True, slots=True)

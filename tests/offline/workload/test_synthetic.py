@@ -12,7 +12,7 @@ from cluster.offline.workload.arrivals import Workload, WorkloadError
 from cluster.offline.workload.lengths import LONG_ANSWER, LONG_PROMPT, SHORT_ANSWER, SHORT_PROMPT
 from cluster.offline.workload.load import load_workload
 
-EVERY_PROCESS = ["poisson", "gamma:cv=3,", "onoff:on=5,off=5,", "day:period=100,", "constant"]
+EVERY_PROCESS = ["poisson", "gamma:cv=3,", "weibull:shape=0.7,", "onoff:on=5,off=5,", "day:period=100,", "constant"]
 
 
 def gaps(workload: Workload) -> list[float]:
@@ -32,7 +32,7 @@ def test_every_process_has_its_mean_rate(process: str) -> None:
     assert len(found.arrivals) / 2500 == pytest.approx(8.0, rel=0.1)
 
 
-@pytest.mark.parametrize("process", ["poisson", "gamma:cv=3,", "constant"])
+@pytest.mark.parametrize("process", ["poisson", "gamma:cv=3,", "weibull:shape=0.7,", "constant"])
 def test_a_seed_gives_the_same_lengths_and_pattern_at_every_rate(process: str) -> None:
     slow, fast = (load_workload(described(process, f"rate={r},count=50,lengths=mixed"), seed=3) for r in (1, 4))
     assert [each.prompt_tokens for each in slow.arrivals] == [each.prompt_tokens for each in fast.arrivals]
@@ -41,7 +41,9 @@ def test_a_seed_gives_the_same_lengths_and_pattern_at_every_rate(process: str) -
     assert [each.prompt_tokens for each in slow.arrivals] != [each.prompt_tokens for each in other.arrivals]
 
 
-@pytest.mark.parametrize(("process", "cv"), [("poisson", 1.0), ("gamma:cv=3,", 3.0), ("gamma:cv=0.2,", 0.2)])
+@pytest.mark.parametrize(
+    ("process", "cv"), [("poisson", 1.0), ("gamma:cv=3,", 3.0), ("gamma:cv=0.2,", 0.2), ("weibull:shape=2,", 0.523)]
+)
 def test_gaps_vary_as_they_should(process: str, cv: float) -> None:
     found = gaps(load_workload(described(process, "rate=8,count=20000,lengths=1/1")))
     assert pstdev(found) / fmean(found) == pytest.approx(cv, rel=0.05)
@@ -166,11 +168,12 @@ def test_the_grammar_documents_every_option_and_process() -> None:
         *written_options.FOR_TRACES,
         *written_options.FOR_ALL_PROCESSES,
         "cv",
+        "shape",
         "on",
         "off",
         "swing",
         "period",
     }
     assert all(f"{key}=" in grammar for key in keys)
-    processes = ["poisson", "gamma", "onoff", "day", "constant", "burst"]
+    processes = ["poisson", "gamma", "weibull", "onoff", "day", "constant", "burst"]
     assert all(f"\n      {process} " in grammar for process in processes)
