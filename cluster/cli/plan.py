@@ -230,6 +230,7 @@ def _place(options: PlanOptions) -> None:
     request = _request(options, _kinds(options), options.gpus or 0, load, positive_slo(options.ttft, options.tpot))
     estimates = outline(request)
     _print_estimate(options, estimate_lines(request, estimates))
+    estimates.check_any_meets(request)
     limit_s = options.limit or PLACEMENT_S
     told: list[FirstVerdict] = []
 

@@ -155,6 +155,12 @@ class Outline:
         """The most promising one; None: none meets the SLO."""
         return max((each for each in self.estimates if each.rate), key=lambda each: each.merit(request), default=None)
 
+    def check_any_meets(self, request: PlanRequest) -> None:
+        """Raises `PlanError` if no layout can meet the SLO: a load only makes requests slower."""
+        if self.best(request) is None:
+            tells = "; ".join(f"{each.name}: {each.broken}" for each in self.estimates)
+            raise PlanError(f"no layout meets the SLO for {request.target:.0%} of requests; closest: {tells}")
+
     def contenders(self, request: PlanRequest) -> list[Layout]:
         """The best colocated and the best split layout, and others that are estimated nearly as high; best first."""
 

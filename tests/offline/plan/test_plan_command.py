@@ -129,6 +129,26 @@ def test_an_interrupt_prints_the_best_so_far() -> None:
     assert "Traceback" not in err
 
 
+def test_an_interrupted_search_prints_all_layers_as_json() -> None:
+    command = [sys.executable, "-m", "cluster.cli", "plan", *PLACED, "--processes", "1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        progress = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60.0)
+    assert progress.startswith("first verdict: trying") and process.returncode == 130, err
+    value = json.loads(out)
+    assert value["ended_by"] == "Ctrl-C" and value["complete"] is False
+    assert value["estimates"][0]["rate"] > 0.0 and value["what_if"]["changes"]
+    assert value["first"]["decided"] is False and value["verdict"].lower().startswith("not decided")
+
+
+def test_an_slo_that_no_layout_meets_is_not_simulated() -> None:
+    result = plan(*PLACED, "--tpot", "0.001", "--processes", "1")
+    assert result.exit_code == 1 and "First verdict" not in result.stdout
+    assert "closest: colocated: 1 x mixed" in result.stderr and "the SLO is 1 ms" in result.stderr
+
+
 def test_a_plan_that_was_not_decided_is_not_written(tmp_path: Path) -> None:
     out = tmp_path / "plan.yaml"
     words = ["--model", "llama-3-8b", "--hardware", "h100-80gb", "--gpus", "8", *LOAD, *TARGETS]
