@@ -3,17 +3,19 @@
 The first signal cancels the work; its `finally` blocks run, and running requests get some time to finish. The second
 signal cancels those requests or, before the cluster serves, kills all child processes. Later signals are ignored.
 
-systemd, a container runtime or a terminal may signal Ray's processes as well. Calls to a Ray that has ended block this
-process for a minute, so it ends without them.
+systemd, a container runtime or a terminal may signal Ray's processes as well, and they may die. Calls to a Ray that has
+ended block this process for a minute, so it ends without them.
 """
 
 import asyncio
+import logging
 import os
+import select
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,11 +25,14 @@ if TYPE_CHECKING:
     from cluster.serving import Serving
     from cluster.spec import ClusterSpec
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GONE = "the cluster is gone: its controller does not answer any more"
 GRACE = "Time that running requests get to finish after Ctrl-C or SIGTERM; a second one cuts them."
 RAY_SERVER = "gcs_server"  # the process that all calls to a local Ray need
+RAY_PROCESSES = (RAY_SERVER, "raylet")  # a local Ray does not survive the end of either
 RAY_GONE_S = 3.0  # from its end until this process ends; `ray.shutdown` ends it, too, and returns sooner
 
 
@@ -84,7 +89,7 @@ def _children() -> "list[psutil.Process]":
 def _end_after_ray() -> None:
     """On a thread: if a Ray that runs here ends and this process does not, end all its children and itself."""
     children = _children()
-    servers = [each for each in children if _is_ray_server(each)]
+    servers = [each for each in children if _name_of(each) == RAY_SERVER]
     while servers:
         if any(map(_listens, servers)):
             time.sleep(0.1)
@@ -94,10 +99,10 @@ def _end_after_ray() -> None:
             _end_at_once(children, 0)
 
 
-def _is_ray_server(process: "psutil.Process") -> bool:
+def _name_of(process: "psutil.Process") -> str:
     with suppress(Exception):  # it has ended
-        return process.name() == RAY_SERVER
-    return False
+        return process.name()
+    return ""
 
 
 def _listens(process: "psutil.Process") -> bool:
@@ -117,6 +122,42 @@ def _end_at_once(children: "list[psutil.Process]", status: int) -> None:
     os._exit(status)
 
 
+@contextmanager
+def _ends_with_ray() -> Iterator[None]:
+    """If a Ray that runs here loses a process that it needs, all children and this process end, with status 1."""
+    children = _children()
+    needed = {each.pid: name for each in children if (name := _name_of(each)) in RAY_PROCESSES}
+    closing = threading.Event()
+    if needed:
+        threading.Thread(target=_end_with_first, args=(needed, children, closing), daemon=True).start()
+    try:
+        yield
+    finally:
+        closing.set()
+
+
+def _end_with_first(needed: dict[int, str], children: "list[psutil.Process]", closing: threading.Event) -> None:
+    """On a thread: end all once one of `needed`, names by pid, has ended, unless this process is `closing` then."""
+    pid = _first_ended(needed)
+    if not closing.wait(RAY_GONE_S):
+        logger.error("%s (pid %d) has ended, and with it this Ray; the cluster ends", needed[pid], pid)
+        _end_at_once([*children, *_children()], 1)
+
+
+def _first_ended(pids: Iterable[int]) -> int:
+    with ExitStack() as stack:
+        poll, opened = select.poll(), {}
+        for pid in pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return pid
+            stack.callback(os.close, descriptor)
+            poll.register(descriptor, select.POLLIN)  # readable once it has ended
+            opened[descriptor] = pid
+        return opened[poll.poll()[0][0]]
+
+
 @asynccontextmanager
 async def running_cluster(
     spec: "ClusterSpec", runtime: str, progress: Callable[[str], None], *, gateways: bool = True, grace_s: float = 0.0
@@ -131,7 +172,8 @@ async def running_cluster(
     serving = await serve(spec, runtime=runtime, make_server=open_servers, progress=progress, gateways=gateways)
     interrupts = Interrupts(serves=True)
     try:
-        yield serving
+        with _ends_with_ray():
+            yield serving
     finally:
         progress(closing_line(grace_s))
         await interrupts.run_close(serving.close(grace_s), serving.cut)

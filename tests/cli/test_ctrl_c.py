@@ -16,7 +16,7 @@ import pytest
 import ray
 import yaml
 
-from cluster.cli.lifetime import RAY_SERVER
+from cluster.cli.lifetime import RAY_PROCESSES, RAY_SERVER
 from cluster.runtime.ray_start import _started, open_ray
 from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec_file import laptop_spec
@@ -230,4 +230,31 @@ def test_a_signal_to_rays_processes_too_ends_all_in_seconds(tmp_path: Path) -> N
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(STOP_S) == 0
     assert process.stderr.read() == "closed\n"
+    child.wait(STOP_S)
+
+
+SERVES = """
+import subprocess, sys, time
+from cluster.cli import lifetime
+lifetime.RAY_GONE_S = 0.1
+server = subprocess.Popen([sys.argv[1], "-c", sys.argv[2]], stdout=subprocess.PIPE)
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+with lifetime._ends_with_ray():
+    server.stdout.read(1)
+    print(server.pid, child.pid, flush=True)
+    time.sleep(60)  # as a call to a Ray that is gone
+"""
+
+
+@pytest.mark.parametrize("name", RAY_PROCESSES)
+def test_the_death_of_a_process_that_ray_needs_ends_all_and_is_named(tmp_path: Path, name: str) -> None:
+    (needed := tmp_path / name).symlink_to(os.path.realpath(sys.executable))
+    command = [sys.executable, "-c", SERVES, str(needed), LINGERS]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    server, child = map(psutil.Process, map(int, process.stdout.readline().split()))
+    server.kill()
+    assert process.wait(STOP_S) == 1
+    said = process.stderr.read()
+    assert f"{name} (pid {server.pid}) has ended" in said and said.endswith("closed\n")
     child.wait(STOP_S)

@@ -24,11 +24,12 @@ STOP_S = 40.0
 
 @dataclass
 class Served:
-    """A running `diptych serve`. `lines` is what it printed."""
+    """A running `diptych serve`. `lines` is what it printed, `exit_status` what it must end with."""
 
     endpoint: str
     process: asyncio.subprocess.Process
     lines: list[str] = field(default_factory=list)
+    exit_status: int = 0
 
 
 def laptop(**changes: Any) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def with_pools(document: dict[str, Any], **replicas: int) -> dict[str, Any]:
 
 @asynccontextmanager
 async def served(document: dict[str, Any], folder: Path, **environment: str) -> AsyncIterator[Served]:
-    """Serve until the block ends; then press Ctrl-C and check that no process is left."""
+    """Serve until the block ends; then press Ctrl-C and check the exit status, and that no process is left."""
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(document))
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -69,7 +70,8 @@ async def served(document: dict[str, Any], folder: Path, **environment: str) -> 
                 await asyncio.sleep(0.1)
         family = {psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)}
         yield subject
-        family |= set(psutil.Process(process.pid).children(recursive=True))
+        if process.returncode is None:
+            family |= set(psutil.Process(process.pid).children(recursive=True))
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGINT)
@@ -81,7 +83,8 @@ async def served(document: dict[str, Any], folder: Path, **environment: str) -> 
         _, left = await asyncio.to_thread(psutil.wait_procs, list(family), 15.0)
         for each in left:
             each.kill()
-    assert process.returncode == 0, f"serve ended with {process.returncode}: " + "\n".join(subject.lines)
+    said = f"serve ended with {process.returncode}: " + "\n".join(subject.lines)
+    assert process.returncode == subject.exit_status, said
     assert not left, f"left running: {left}"
 
 

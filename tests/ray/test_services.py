@@ -14,6 +14,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from cluster.cli.lifetime import RAY_GONE_S, RAY_SERVER
 from cluster.spec import HealthSpec
 from diptych.client import Answer, AsyncClient, answer_of
 from diptych.errors import DiptychError
@@ -198,3 +199,15 @@ def test_an_unreachable_ray_is_reported_in_one_line() -> None:
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("Error: Ray at 127.0.0.1:9 cannot be reached")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.asyncio
+async def test_serve_ends_in_seconds_when_ray_dies(tmp_path: Path) -> None:
+    async with served(laptop(executor="modelled"), tmp_path) as subject:
+        subject.exit_status = 1
+        children = psutil.Process(subject.process.pid).children(recursive=True)
+        (server,) = [each for each in children if each.name() == RAY_SERVER]
+        server.kill()
+        async with asyncio.timeout(4 * RAY_GONE_S):
+            await subject.process.wait()
+    assert any(f"{RAY_SERVER} (pid {server.pid}) has ended" in line for line in subject.lines)
