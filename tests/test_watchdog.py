@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,27 @@ def test_a_closed_watchdog_leaves_no_timer() -> None:
     async def story() -> None:
         Watchdog(100.0, lambda: None).close()
         await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(clock.Deadlock):
+        clock.run(story())
+
+
+def test_watchdogs_that_share_ticks_have_one_timer_and_leave_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        call_at, armed = loop.call_at, list[float]()
+
+        def counting(when: float, *call: Any, context: Any = None) -> asyncio.TimerHandle:
+            armed.append(when)
+            return call_at(when, *call, context=context)
+
+        monkeypatch.setattr(loop, "call_at", counting)
+        watchdogs = [Watchdog(8.0, lambda: None, shares_ticks=True) for _ in range(100)]
+        await asyncio.sleep(4.5)
+        assert sorted(armed) == [1.0, 2.0, 3.0, 4.0, 4.5, 5.0]
+        for each in watchdogs:
+            each.close()
+        await loop.create_future()
 
     with pytest.raises(clock.Deadlock):
         clock.run(story())

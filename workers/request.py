@@ -122,7 +122,8 @@ class SamplingParams:
 
         # Comparisons are written so that NaN fails them.
         for name, bound in BOUNDS.items():
-            need(getattr(self, name) is None or bound.holds(getattr(self, name)), name, bound.rule)
+            if (value := getattr(self, name)) is not None and not bound.holds(value):
+                need(False, name, bound.rule)
         need(self.seed is None or 0 <= self.seed < 2**64, "seed", "an unsigned 64-bit number")
         need(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,

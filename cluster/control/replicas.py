@@ -89,7 +89,7 @@ class ReplicaManager:
         self._died_s: float | None = None  # when it stopped being ready
         self._last_failure = ""  # until it is ready again
         self._task: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Event | None = None  # while somebody waits for the next change
 
     @property
     def role(self) -> Role:
@@ -132,6 +132,7 @@ class ReplicaManager:
                 empty_since_s = clock.time()
             elif clock.time() - empty_since_s >= quiet_s:
                 return
+            self._changed = self._changed or asyncio.Event()
             await self._changed.wait()
 
     async def _supervise(self) -> None:
@@ -273,8 +274,9 @@ class ReplicaManager:
         self._context.changed(self.name)
 
     def _pulse(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:  # at every heartbeat
+            self._changed.set()
+            self._changed = None
 
 
 def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> WorkerOrder:

@@ -60,6 +60,7 @@ class WorkerClient:
         kv_dtype: str,
     ) -> None:
         self.view = view
+        self.name = view.name
         self.handle = handle
         self.subscriber = subscriber
         self.kv_dtype = kv_dtype
@@ -81,10 +82,6 @@ class WorkerClient:
         self.last_bundle_s = self._loop.time()
         self._silence = Watchdog(silence_s, self._on_silence, shares_ticks=True)
         self._listening = asyncio.ensure_future(self._listen())
-
-    @property
-    def name(self) -> str:
-        return self.view.name
 
     def seen(self, published: WorkerView) -> WorkerView:
         """The published view with this client's statistics and state."""

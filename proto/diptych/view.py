@@ -20,6 +20,8 @@ class Role(Enum):
     DECODE = "decode"
     MIXED = "mixed"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:

@@ -22,7 +22,7 @@ class BlockList:
 
     def __init__(self, count: int = 0) -> None:
         self._next, self._previous = array("i", [0]), array("i", [0])  # by id + 1; 0: before the first, after the last
-        self._length = 0
+        self.length = 0
         self.grow(count)
 
     def grow(self, count: int) -> None:
@@ -31,7 +31,7 @@ class BlockList:
             links.frombytes(_OUT_BYTES * count)
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __contains__(self, block: int) -> bool:
         return self._next[block + 1] != _OUT
@@ -50,7 +50,7 @@ class BlockList:
             node = block + 1
             following[last], previous[node] = node, last
             last = node
-            self._length += 1
+            self.length += 1
         following[last], previous[0] = 0, last
 
     def appendleft(self, block: int) -> None:
@@ -58,7 +58,7 @@ class BlockList:
         node, first = block + 1, self._next[0]
         self._next[node], self._previous[node] = first, 0
         self._next[0] = self._previous[first] = node
-        self._length += 1
+        self.length += 1
 
     def discard(self, block: int) -> bool:
         """Remove it. False: it was not here."""
@@ -69,7 +69,7 @@ class BlockList:
         before = self._previous[node]
         self._next[before], self._previous[after] = after, before
         self._next[node] = _OUT
-        self._length -= 1
+        self.length -= 1
         return True
 
     def popleft(self) -> int:

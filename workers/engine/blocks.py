@@ -119,14 +119,14 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._clean) + len(self._cached) + self._end - len(self._references)
+        return len(self._clean) + self._cached.length + self._end - len(self._references)
 
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return self._cached.length
 
     def use_fetched(self, blocks: Sequence[int]) -> int:
         """How many of these came from another worker, and are used for the first time."""

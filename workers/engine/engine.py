@@ -239,7 +239,7 @@ class Engine:
         oldest = self._scheduler.steps + 1 - self._scheduler.num_in_flight
         assert plan.number == oldest, f"step {plan.number} is not the oldest"
         if plan.chunks:  # a step that only copies or digests says nothing about others
-            self._stats.took(result.seconds)
+            self._stats.took((result.seconds,))
             self._estimate.learn(plan, result.seconds)
         touched = self._scheduler.commit_copies()
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
@@ -284,8 +284,7 @@ class Engine:
     @unaffected
     def count_decodes(self, seconds: Items[float]) -> None:
         """Steps have ended, the one in flight first: each took so long. They are not committed yet."""
-        for each in seconds:
-            self._stats.took(each)
+        self._stats.took(seconds)
         self._scheduler.steps += len(seconds)
 
     @unaffected
@@ -377,7 +376,7 @@ class Engine:
     ) -> WorkerStats:
         if self._catch_up is not None:
             self._catch_up(False)
-        return self._stats.read(bubble_share=bubble_share, pulls=pulls, adapters=adapters, borrowed=borrowed)
+        return self._stats.read(bubble_share, pulls, adapters, borrowed)
 
     def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""

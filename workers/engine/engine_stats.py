@@ -1,8 +1,6 @@
 """The statistics of an engine, made anew only when something has changed. Pure."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from typing import Any
 
 from msgspec import structs
 
@@ -15,7 +13,7 @@ from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import State
 from workers.engine.sequence_book import SequenceBook
 from workers.engine.store_tiers import StoreTier
-from workers.stats import TierStats, WorkerStats
+from workers.stats import BorrowStats, Pulls, TierStats, WorkerStats
 
 
 class EngineStats:
@@ -41,36 +39,54 @@ class EngineStats:
         self._step_s = 0.0
         self._known: WorkerStats | None = None  # nothing has changed since but what decode steps change
 
-    def took(self, seconds: float) -> None:
-        """A step with chunks took so long."""
-        self._step_s = seconds if not self._step_s else 0.8 * self._step_s + 0.2 * seconds
+    def took(self, seconds: Items[float]) -> None:
+        """Steps with chunks took so long."""
+        step_s = self._step_s
+        for each in seconds:
+            step_s = 0.8 * step_s + 0.2 * each if step_s else each
+        self._step_s = step_s
 
     def changed(self) -> None:
         """More has changed than decode steps change."""
         self._known = None
 
-    def read(self, **given: Any) -> WorkerStats:
-        """The statistics with the `given` ones, of what the engine does not know."""
-        known, pool = self._known, self._pool
+    def read(
+        self, bubble_share: float, pulls: Pulls, adapters: tuple[str, ...], borrowed: tuple[BorrowStats, ...]
+    ) -> WorkerStats:
+        """The statistics with these, which the engine does not know."""
+        known, pool, steps = self._known, self._pool, self._scheduler.steps
+        decode_ratio, prompt_ratio = self._estimate.ratios
         if known is None or self._stores or pool.host.num_blocks:  # which change by themselves
-            known = self._all(given)
-        elif known.steps != self._scheduler.steps or any(getattr(known, name) != given[name] for name in given):
+            known = self._all(bubble_share, pulls, adapters, borrowed)
+        elif (
+            known.steps != steps
+            or known.pulls is not pulls
+            or known.bubble_share != bubble_share
+            or known.adapters != adapters
+            or known.borrowed != borrowed
+        ):
             known = structs.replace(
                 known,
                 free_blocks=pool.num_free,
                 cached_blocks=pool.num_cached,
-                steps=self._scheduler.steps,
+                steps=steps,
                 step_s=self._step_s,
                 cache_number=pool.log.number,
-                decode_ratio=self._estimate.ratios[0],
-                prompt_ratio=self._estimate.ratios[1],
-                **given,
+                bubble_share=bubble_share,
+                pulls=pulls,
+                adapters=adapters,
+                borrowed=borrowed,
+                decode_ratio=decode_ratio,
+                prompt_ratio=prompt_ratio,
             )
         self._known = known
         return known
 
-    def _all(self, given: Mapping[str, Any]) -> WorkerStats:
+    def _all(
+        self, bubble_share: float, pulls: Pulls, adapters: tuple[str, ...], borrowed: tuple[BorrowStats, ...]
+    ) -> WorkerStats:
         queued_tokens = num_reserved = 0
+        decode_ratio, prompt_ratio = self._estimate.ratios
         hits, queues = self._pool.hits, self._scheduler.queues
         for each in self._sequences:
             if each.state is State.RESERVED:
@@ -103,9 +119,12 @@ class EngineStats:
             device_lent_tokens=self._leases.lent_tokens.get(DEVICE, 0),
             tiers=self._tiers(),
             non_finite=self._sequences.non_finite,
-            decode_ratio=self._estimate.ratios[0],
-            prompt_ratio=self._estimate.ratios[1],
-            **given,
+            bubble_share=bubble_share,
+            pulls=pulls,
+            adapters=adapters,
+            borrowed=borrowed,
+            decode_ratio=decode_ratio,
+            prompt_ratio=prompt_ratio,
         )
 
     def _tiers(self) -> tuple[TierStats, ...]:

@@ -111,9 +111,12 @@ class MultiStep:
         run = self._run
         if run is None or self._is_catching_up:
             return
+        ended = self._num_ended(run.steps)
+        if ended == self._ended and not commits:
+            return
         self._is_catching_up = True
         try:
-            self._count(run)
+            self._count(run, ended)
             if commits and self._committed < self._ended:
                 self._commit(run, self._ended)
             if tells and self._told < self._ended:
@@ -121,10 +124,10 @@ class MultiStep:
         finally:
             self._is_catching_up = False
 
-    def _count(self, run: _Run) -> None:
-        """The steps that have ended by now, and tell the statistics."""
+    def _count(self, run: _Run, ended: int) -> None:
+        """These steps have ended by now: tell the statistics."""
         steps = run.steps
-        if (ended := self._num_ended(steps)) > self._ended:
+        if ended > self._ended:
             self._engine.count_decodes(steps.seconds[self._ended : ended])
             self._ended = ended
             while (filled := self._committed + run.decodes.num_until_filled) <= ended:

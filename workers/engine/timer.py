@@ -47,7 +47,7 @@ class Timer:
 
     def _wake(self) -> None:
         self._timer = None
-        if self._due_s > self._loop.time():
+        if self._due_s > self._timer_s:
             if self._due_s < math.inf:
                 self._arm()
         else:

@@ -49,6 +49,7 @@ def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, .
     return modelled_tokens(key, position, 1, vocab_size, frozenset(never))[0]
 
 
+CERTAIN = TokenLogprobs(chosen=0.0)
 IDLE_S = 1.0  # as idle as the worker that computes the single requests of a profile, one after the other
 # Waits for a step that takes this long on an idle device, with prompts or not; returns the seconds it took.
 Pace = Callable[[float, bool], Awaitable[float]]
@@ -235,7 +236,7 @@ class ModelledExecutor:
             digests = digest_cells(self._region, plan.digest_blocks)
         tokens = tuple([self._token(chunk) for chunk in plan.chunks])
         logprobs = tuple([_logprobs(chunk.draw) for chunk in plan.chunks])
-        scored = tuple([(TokenLogprobs(chosen=0.0),) * len(chunk.targets) for chunk in plan.chunks])
+        scored = tuple([(CERTAIN,) * len(chunk.targets) for chunk in plan.chunks])
         return StepResult(
             number=plan.number,
             tokens=tokens,
@@ -383,4 +384,4 @@ def _region(layout: KVLayout, num_blocks: int, fill: bool) -> Region:
 
 
 def _logprobs(draw: Draw | None) -> TokenLogprobs | None:
-    return None if draw is None or draw.params.logprobs is None else TokenLogprobs(chosen=0.0)
+    return None if draw is None or draw.params.logprobs is None else CERTAIN

@@ -11,6 +11,7 @@ import asyncio
 import heapq
 from collections.abc import Coroutine
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from cluster.offline.sim.network import Network
@@ -45,6 +46,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """Owned by `run`. `time()` begins at 0 and only jumps."""
 
     _ready: Any  # the base class's: handles that may run now
+    _stopping: bool  # the base class's
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,6 +55,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._number = 0
         self._num_cancelled = 0
         self._network = Network(self)
+
+        # As the base class's, without a call of Python: there is no debug mode and no task factory.
+        self.get_debug = bool  # type: ignore[method-assign]
+        self.create_future = partial(asyncio.Future, loop=self)  # type: ignore[method-assign]
+        self.create_task = partial(asyncio.Task, loop=self)  # type: ignore[method-assign]
 
     def time(self) -> float:
         return self._now_s
@@ -83,6 +90,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._num_cancelled = 0
 
     def _run_once(self) -> None:
+        """Run until stopped. The base class calls this in a loop."""
+        while not self._stopping:
+            self._run_ready()
+
+    def _run_ready(self) -> None:
         """Run what is ready; if nothing is, jump to the next timer first."""
         ready, timers = self._ready, self._timers
         while timers and timers[0][3] is None:
