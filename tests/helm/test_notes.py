@@ -1,12 +1,14 @@
 """The chart's notes: three ways to call the gateway, with the release's TLS files and keys, in every mode."""
 
+import json
 import shlex
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from tests.cli.commands import command_of
-from tests.helm.chart import CHART, values
+from tests.helm.chart import CHART, pods, rendered, values
 from tests.helm.programs import run
 
 # values file: (TLS, own CA, client certificates, API keys)
@@ -88,3 +90,15 @@ def test_pools_without_a_memory_request_are_named() -> None:
     assert "Pods of a100 request no memory" in notes("native-gpu")
     assert "request no memory" not in notes("native", "--set", "podDefaults.resources.requests.memory=8Gi")
     assert "request no memory" not in notes("external")
+
+
+def test_of_several_models_calls_name_one(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    pools = [{"name": "a", "role": "mixed"}, {"name": "b", "role": "mixed", "model": "other/coder"}]
+    own.write_text(json.dumps({"cluster": {"model": "smollm2-135m", "pools": pools}}))
+    for options, ending in ((("-f", str(own)), " --model smollm2-135m"), ((), "")):
+        (call,) = (line for line in notes("native", *options).splitlines() if "diptych generate" in line)
+        assert call.endswith(f"release-diptych.llm:50051{ending}")
+        (smoke,) = (spec for name, spec in pods(rendered(values("native"), *options)) if name.endswith("-smoke"))
+        assert smoke["containers"][0]["command"][-1].endswith(f"--temperature 0{ending}")
+    assert "serves smollm2-135m, other/coder (" in notes("native", "-f", str(own))

@@ -88,3 +88,18 @@ imagePullSecrets:
 {{- define "diptych.clusterFile" -}}
 {{ toYaml .Values.cluster }}
 {{- end -}}
+
+{{/* The models that the pools serve. */}}
+{{- define "diptych.models" -}}
+{{- $models := list }}
+{{- range .Values.cluster.pools }}
+{{- $models = append $models (.model | default $.Values.cluster.model) }}
+{{- end }}
+{{- uniq $models | toJson }}
+{{- end }}
+
+{{/* The option that a call needs where there are several models. */}}
+{{- define "diptych.askModel" -}}
+{{- $models := fromJsonArray (include "diptych.models" .) }}
+{{- if rest $models }} --model {{ first $models }}{{ end }}
+{{- end }}
