@@ -8,6 +8,7 @@ are the defaults.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import inf
 from statistics import fmean
 from typing import Any
 
@@ -20,7 +21,7 @@ from cluster.offline.scoring.goodput import Map, TimeUp
 from cluster.offline.sim.case import PoolModel
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
-from diptych.history import Window
+from diptych.history import RequestTrace, Window
 from diptych.view import ClusterView, WorkerState
 from workers.config import EngineConfig, ParallelConfig
 from workers.profiles.measured import ClusterProfile, PoolProfile
@@ -28,6 +29,7 @@ from workers.request import SLO
 
 MAX_TRIED = 32  # arrangements, those closest to the current one first
 MAX_REQUESTS = 2000  # of the load, the latest ones
+MAX_ERROR = 0.1  # of the simulated attainment of the current cluster; above, there is no advice
 BLOCK_SIZE = 16
 RARE_HEARTBEATS = HealthSpec(heartbeat_s=1.0, dead_after_s=10.0)
 
@@ -72,6 +74,7 @@ class RunningCluster:
     slo: SLO
     target: float
     prices: Mapping[str, float] = field(default_factory=dict)
+    measured: Attainment | None = None  # what the gateway saw of this load
 
     @property
     def rate(self) -> float:
@@ -93,8 +96,8 @@ class Tried:
     attained: Attainment
 
 
-def observed_load(window: Window) -> Workload:
-    """Its finished requests, at their times. Raises `PlanError`."""
+def _finished(window: Window) -> list[RequestTrace]:
+    """By arrival, at most `MAX_REQUESTS`. Raises `PlanError`."""
     done = sorted(
         (each for each in window.traces if each.prompt_tokens and each.output_tokens and each.outcome == "completed"),
         key=lambda each: each.arrived_ns,
@@ -104,12 +107,30 @@ def observed_load(window: Window) -> Workload:
             f"the gateway remembers {len(done)} finished requests of this time, too few to plan for; give a longer "
             "--last; gateway.trace_s and gateway.trace_requests set how much it keeps"
         )
-    begin_ns = done[0].arrived_ns
+    return done
+
+
+def observed_load(window: Window) -> Workload:
+    """Its finished requests, at their times. Raises `PlanError`."""
+    done = _finished(window)
+    begin_ns, cached = done[0].arrived_ns, sum(each.cached_tokens for each in done)
     return Workload(
         "the cluster's load",
         tuple(Arrival((each.arrived_ns - begin_ns) / 1e9, each.prompt_tokens, each.output_tokens) for each in done),
-        notes=(f"{sum(each.cached_tokens for each in done)} cached prompt tokens count as computed",),
+        notes=(f"{cached} cached prompt tokens count as computed",) if cached else (),
     )
+
+
+def observed_attainment(window: Window, slo: SLO) -> Attainment:
+    """What the gateway measured for these requests. Raises `PlanError`."""
+    done = _finished(window)
+    ttft = [each.ledger.ttft_ns / 1e9 <= (slo.ttft_s or inf) for each in done]
+    tpot = [
+        (each.ledger.total_ns - each.ledger.ttft_ns) / 1e9 <= (slo.tpot_s or inf) * (each.output_tokens - 1)
+        for each in done
+    ]
+    both = [one and two for one, two in zip(ttft, tpot, strict=True)]
+    return Attainment(fmean(ttft), fmean(tpot), fmean(both), 1.0)
 
 
 def observed(
@@ -132,7 +153,8 @@ def observed(
     now = Arrangement(
         tuple((role, pool, sum((each.role, each.pool) == (role, pool) for each in ready)) for role, pool in parts)
     )
-    return RunningCluster(profile, observed_load(window), now, kv_tokens, slo, target, prices or {})
+    measured = observed_attainment(window, slo)
+    return RunningCluster(profile, observed_load(window), now, kv_tokens, slo, target, prices or {}, measured)
 
 
 def _ranks(pool: PoolProfile) -> int:
@@ -236,6 +258,12 @@ def advice(running: RunningCluster, tried: Sequence[Tried]) -> str:
         return "Not decided in time: give a longer --limit"
     profile, target = running.profile, running.target
     now, ranks = tried[0], running.now.ranks(running.profile)
+    measured = running.measured
+    if measured is not None and abs(measured.both - now.attained.both) > MAX_ERROR:
+        return (
+            f"No advice: {measured.both:.1%} of requests met the SLO, but {now.attained.both:.1%} do in the simulation "
+            "of the current cluster. Measure its costs again while it is idle (diptych profile), without other programs"
+        )
     meets = [each for each in tried if each.attained.both >= target]
     fewer = [each for each in meets if each.arrangement.ranks(profile) < ranks]
     if now in meets and not fewer:
@@ -275,10 +303,12 @@ def advice_lines(running: RunningCluster, tried: Sequence[Tried]) -> list[str]:
         f"{load['prompt']:.0f} and answers of {load['output']:.0f} tokens",
         f"costs measured {profile.date[:10]} on {profile.machine}; {slo_text(running.slo)}",
     ]
+    if running.measured is not None:
+        lines.append(f"measured: {_met(running.measured)}; simulated:")
     for number, each in enumerate(tried):
-        met, name = each.attained, each.arrangement.description(profile)
+        name = each.arrangement.description(profile)
         now = "" if number else " (now)"
-        lines.append(f"  {name}{now}: {met.both:.1%} meet both (TTFT {met.ttft:.1%}, TPOT {met.tpot:.1%})")
+        lines.append(f"  {name}{now}: {_met(each.attained)}")
         lines += [f"    {cost.words}"] if (cost := running.cost(each)) else []
     prices = ", ".join(f"{pool} ${dollars:g}/h" for pool, dollars in running.prices.items())
     told = (
@@ -287,6 +317,10 @@ def advice_lines(running: RunningCluster, tried: Sequence[Tried]) -> list[str]:
         else "No prices: name the GPU, --hardware l4, or give --price POOL=DOLLARS"
     )
     return [*lines, advice(running, tried), told, *running.load.notes]
+
+
+def _met(attained: Attainment) -> str:
+    return f"{attained.both:.1%} meet both (TTFT {attained.ttft:.1%}, TPOT {attained.tpot:.1%})"
 
 
 def advice_json(running: RunningCluster, tried: Sequence[Tried]) -> dict[str, Any]:
@@ -300,6 +334,7 @@ def advice_json(running: RunningCluster, tried: Sequence[Tried]) -> dict[str, An
             "output": fmean(each.output_tokens for each in arrivals),
         },
         "now": running.now.description(profile),
+        "measured": to_builtins(running.measured),
         "tried": [
             {
                 "arrangement": each.arrangement.description(profile),

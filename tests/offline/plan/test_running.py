@@ -14,11 +14,13 @@ from cluster.offline.plan.running import (
     Arrangement,
     RunningCluster,
     advice,
+    advice_lines,
     arrangements,
     observed,
     observed_load,
     try_all,
 )
+from cluster.offline.scoring.figures import Attainment
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import ClusterSpec, Role
 from diptych.history import Window
@@ -79,6 +81,17 @@ def test_a_load_that_nothing_serves_names_the_closest() -> None:
     assert advice(crushed, []).startswith("Not decided")
 
 
+def test_there_is_no_advice_from_a_simulation_that_misses_what_was_measured() -> None:
+    """As after `diptych profile` on a busy machine."""
+    calm = running(profile(), 1.0)
+    tried = list(try_all(calm))
+    told = advice(replace(calm, measured=Attainment(0.5, 0.5, 0.5, 1.0)), tried)
+    assert told.startswith("No advice: 50.0% of requests met the SLO, but 100.0% do in the simulation"), told
+    alike = replace(calm, measured=Attainment(1.0, 0.95, 0.95, 1.0))
+    assert advice(alike, tried) == advice(calm, tried)
+    assert "measured: 95.0% meet both (TTFT 100.0%, TPOT 95.0%); simulated:" in advice_lines(alike, tried)
+
+
 def test_a_measured_parallel_setting_is_tried_for_the_other_role() -> None:
     found = arrangements(running(profile(decode_tensor=2), 1.0))
     kinds = {(role, pool) for each in found for role, pool, _ in each.parts}
@@ -114,7 +127,7 @@ async def test_a_real_cluster_is_advised_from_its_own_load(tmp_path: Path) -> No
         result = await asyncio.to_thread(CliRunner().invoke, main, command)
     assert result.exit_code == 0, result.output
     value = json.loads(result.stdout)
-    assert value["load"]["requests"] == 12
+    assert value["load"]["requests"] == 12 and value["measured"]["both"] == 1.0
     assert value["advice"].startswith("Change") and value["tried"][0]["attained"]["both"] == 1.0
     assert value["prices"] == {"prefill": 0.49, "decode": 0.25}
     paid, seconds = value["tried"][0]["cost"], value["load"]["seconds"]
