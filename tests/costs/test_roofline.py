@@ -15,6 +15,7 @@ STEPS = {
     "decode 1": (None, 1, 512),
     "decode 32": (None, 32, 32 * 500),
     "decode 64": (None, 64, 64 * 512),
+    "mixed": ((1024, 0), 64, 64 * 1500),
 }
 MEASURED = [
     *(("opt-13b", "a100-80gb", tensor, "distserve") for tensor in (1, 2, 4)),

@@ -33,7 +33,7 @@ class ProfiledCost(CostModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineCost(ProfiledCost):
-    """The longer of a step's arithmetic and its memory traffic, plus launches and communication.
+    """The longer of arithmetic and memory traffic, of linear layers and of attention, plus launches and communication.
 
     Seconds through all stages, tensor parallelism included. Arithmetic: `token_s` per token computed, `pair_s` per
     token that it attends to, `row_s` per decode (the head; a prompt's one token is not counted). Traffic: `weights_s`
@@ -58,6 +58,13 @@ class RooflineCost(ProfiledCost):
         experts_s = self.experts_s * (1.0 - (1.0 - self.expert_share) ** tokens)
         return self.weights_s + experts_s + context_tokens * self.context_s + sequences * self.state_s
 
+    def kernel_seconds(self, tokens: int, rows: int, pairs: float, context_tokens: float, sequences: int) -> float:
+        """Of all layers and the head. Reads overlap with the arithmetic of their own kernels only, so the KV that
+        attention reads does not overlap with the linear layers of other tokens."""
+        linear_s = max(tokens * self.token_s + rows * self.row_s, self.read_seconds(tokens, 0))
+        attention_s = max(pairs * self.pair_s, context_tokens * self.context_s + sequences * self.state_s)
+        return linear_s + attention_s
+
     def mixed_seconds(self, chunks: Iterable[tuple[int, int]], batch: int, context_tokens: int) -> float:
         sequences, tokens, pairs = batch, batch, float(context_tokens)
         for num_tokens, cached_tokens in chunks:
@@ -66,9 +73,8 @@ class RooflineCost(ProfiledCost):
                 tokens += num_tokens
                 pairs += num_tokens * (cached_tokens + (num_tokens + 1) / 2)
                 context_tokens += cached_tokens
-        compute_s = tokens * self.token_s + pairs * self.pair_s + batch * self.row_s
-        memory_s = self.read_seconds(tokens, context_tokens, sequences)
-        return self.ratio * (max(compute_s, memory_s) + self.fixed_s + tokens * self.send_token_s)
+        kernels_s = self.kernel_seconds(tokens, batch, pairs, context_tokens, sequences)
+        return self.ratio * (kernels_s + self.fixed_s + tokens * self.send_token_s)
 
 
 Fit = tuple[float, float, float]

@@ -91,7 +91,7 @@ _NAMES = {
 
 
 def _parts(request: PlanRequest, group: WorkerGroup, tokens: int, pairs: float, context: int) -> _Parts:
-    """The largest part of a step; arithmetic and reads overlap."""
+    """The largest part of a step; arithmetic and reads of a kernel overlap."""
     cost = roofline(request.shape, request.sheets[group.hardware], group.tensor, group.pipeline)
     seconds = {
         "compute": tokens * cost.token_s + pairs * cost.pair_s + (tokens * cost.row_s if context else 0.0),
@@ -99,7 +99,9 @@ def _parts(request: PlanRequest, group: WorkerGroup, tokens: int, pairs: float, 
         "launches": cost.fixed_s,
         "link": tokens * cost.send_token_s,
     }
-    whole_s = max(seconds["compute"], seconds["bandwidth"]) + seconds["launches"] + seconds["link"]
+    decodes = tokens if context else 0
+    kernels_s = cost.kernel_seconds(tokens, decodes, pairs, context, decodes or 1)
+    whole_s = kernels_s + seconds["launches"] + seconds["link"]
     limit = max(seconds, key=lambda name: seconds[name])
     return _Parts(limit, f"{_NAMES[limit].format(seconds[limit] / whole_s)})")
 
