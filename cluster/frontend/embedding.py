@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.spec import ClusterSpec
-from workers.errors import InvalidRequest
+from workers.errors import InvalidRequest, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ async def pooling_of(spec: ClusterSpec) -> Literal["last", "mean"]:
 
 
 async def makes_embeddings(spec: ClusterSpec) -> bool:
-    with suppress(InvalidRequest):
+    """False where this gateway's host does not have the model."""
+    with suppress(InvalidRequest, ModelError):
         return bool(await pooling_of(spec))
     return False
 
