@@ -6,6 +6,7 @@ Streams join, end at lengths that nobody knows before, are cancelled and handed 
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,8 +67,14 @@ async def test_steps_ahead_change_no_token(model: Path, spec: ClusterSpec, monke
         pending.append(sum(chunk.tokens == (PENDING,) for chunk in plan.chunks))
         return await execute(self, plan)
 
+    make = Rank.__init__
+
+    def ahead(self: Rank, *given: Any, **named: Any) -> None:
+        make(self, *given, **named)
+        self.runs_ahead = True
+
     monkeypatch.setattr(Rank, "execute", counts)
-    monkeypatch.setattr(Rank, "runs_ahead", True)
+    monkeypatch.setattr(Rank, "__init__", ahead)
     async with cluster(real(spec, model)) as subject:
         assert await answers(subject) == expected
     assert max(pending) > 1, "several streams ran ahead"

@@ -91,6 +91,8 @@ class Rank:
     ) -> None:
         """`masks` None: this rank does not sample, or grammars are not installed."""
         self.facts = facts
+        # On a CPU a step takes long: prompts that arrive should not wait for two.
+        self.runs_ahead = pool.region.device != "cpu"
         self.caches = {cache.tier: cache for cache in (disk, remote) if cache is not None}
         self._masks = masks
         self._part = part
@@ -102,11 +104,6 @@ class Rank:
         self._lender = Lender(part.model, self._shard, pool.blocks, "diptych")
         self._remote_attend: RemoteAttend | None = None
         self._sampled: dict[str, int | None] = {}  # by the last step, for each sequence; the compute thread's
-
-    @property
-    def runs_ahead(self) -> bool:
-        """On a CPU a step takes long: prompts that arrive should not wait for two."""
-        return self._pool.region.device != "cpu"
 
     def borrow(self, attend: RemoteAttend) -> None:
         self._remote_attend = attend
