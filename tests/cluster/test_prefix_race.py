@@ -29,6 +29,7 @@ class Gate:
         self._is_open = asyncio.Event()
         self.has_begun = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self.computed: list[int] = []  # positions
         self._executor.pull, self._executor.execute = self.pull, self.execute
 
     def pull(self, order: PullOrder) -> Read:
@@ -50,6 +51,7 @@ class Gate:
             late.done.set_result(read.done.result())
 
     async def execute(self, plan: StepPlan) -> StepResult:
+        self.computed += [chunk.first_position + index for chunk in plan.chunks for index in range(len(chunk.tokens))]
         result = await self._execute(plan)
         if not self.has_begun.is_set():
             self.has_begun.set()
@@ -105,8 +107,10 @@ async def test_what_has_arrived_from_the_back_is_not_computed(
         await ended(taker)
         first, second, *_ = gate.orders
         assert (first.first_token, second.first_token) == (0, first.num_tokens), "from the front until then"
+        computed = [position for position in gate.computed if position < len(LONGER.prompt)]
         fetched = taker.engine.pool.hits.tokens["fetched"]
-        assert 0 < fetched < 64, "a part of it was computed"
+        assert fetched < 64, "a part of it was computed"
+        assert len(computed) == len(set(computed)) == len(LONGER.prompt) - fetched
         await check(workers)
     finally:
         for worker in workers:

@@ -20,7 +20,7 @@ from workers.profiles.profile_errors import ProfileError
 
 FIRST_TOKEN = 3  # smaller ids are often end-of-text tokens
 PROMPT_TOKENS, ANSWER_TOKENS = LONE_TOKENS, 48
-SINGLE, CONCURRENT, ROUNDS = 5, 8, 2  # single requests; requests at once, and how often
+SINGLE, CONCURRENT, ROUNDS = 7, 8, 3  # single requests; requests at once, and how often
 STEPS = 24
 TIMEOUT_S = 120.0
 
@@ -55,12 +55,10 @@ async def measure_overhead(client: AsyncClient, decoder: str, vocab_size: int) -
     """
     source = random.Random(0)
     await _answers(client, source, vocab_size, 1)  # warm up
-    single = [await _answers(client, source, vocab_size, 1) for _ in range(SINGLE)]
-    step_s, concurrent_step_s = await _step_s(client, decoder, 1), await _step_s(client, decoder, CONCURRENT)
-    gap_s = concurrent_gap_s = max(0.0, median(map(_gap_s, single)) - step_s) if step_s is not None else 0.0
-    if concurrent_step_s is not None:
-        concurrent = [await _answers(client, source, vocab_size, CONCURRENT) for _ in range(ROUNDS)]
-        concurrent_gap_s = median(map(_gap_s, concurrent)) - concurrent_step_s
+    single, gaps_s = await _gaps(client, source, vocab_size, decoder, 1, SINGLE)
+    _, concurrent_gaps_s = await _gaps(client, source, vocab_size, decoder, CONCURRENT, ROUNDS)
+    gap_s = max(0.0, median(gaps_s)) if gaps_s else 0.0
+    concurrent_gap_s = median(concurrent_gaps_s) if concurrent_gaps_s else gap_s
     phases: dict[str, list[float]] = {}
     frontend_s, completed = [], []
     for (answer,) in single:
@@ -76,6 +74,24 @@ async def measure_overhead(client: AsyncClient, decoder: str, vocab_size: int) -
         kv_token_bytes=_token_bytes(completed[0]),
         lone_s={phase: median(seconds) for phase, seconds in phases.items()},
     )
+
+
+async def _gaps(
+    client: AsyncClient, source: random.Random, vocab_size: int, decoder: str, count: int, rounds: int
+) -> tuple[list[list[TimedAnswer]], list[float]]:
+    """`rounds` times `count` answers at once, and by how much their tokens are further apart than the same steps.
+
+    The machine's speed drifts, so each round measures both. No gaps when the worker cannot take such a step.
+    """
+    answers, gaps_s = [], []
+    for _ in range(rounds):
+        step_s = await _step_s(client, decoder, count)
+        if step_s is None and count > 1:
+            break
+        answers.append(await _answers(client, source, vocab_size, count))
+        if step_s is not None:
+            gaps_s.append(_gap_s(answers[-1]) - step_s)
+    return answers, gaps_s
 
 
 async def _answers(client: AsyncClient, source: random.Random, vocab_size: int, count: int) -> list[TimedAnswer]:
