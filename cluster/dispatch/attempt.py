@@ -91,7 +91,7 @@ class Attempt:
         self._prefix_owner = prefix_owner if prefix_owner and prefix_owner.kv_dtype == prefill.kv_dtype else None
         self._prefix_fetch_s = prefix_fetch_s
         self._lenders = lenders
-        self._messages = MessageQueue(self._expected_from)
+        self._messages = MessageQueue()
         self._latest: SequenceTiming | None = None
         self._head: SequenceTiming | None = None  # of a cut prompt's head, until its phase ends
         self.phase = Phase.QUEUEING
@@ -291,7 +291,7 @@ class Attempt:
     async def _receive(self, *expected: type[Any]) -> Any:
         """The next output, of one of these types. Raises the error that ends the attempt."""
         while True:
-            await self._messages.wait()
+            await self._messages.wait(self._expected_from)
             async with self.switching:
                 call, message = self._messages.pop()
             is_ours = call is self._prefill or call is self.decode

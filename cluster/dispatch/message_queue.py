@@ -13,13 +13,12 @@ LIVENESS_S = 5.0  # after this long without a message, ask the workers whether t
 
 
 class MessageQueue:
-    """Owned by an Attempt. Bounded by the attempt's tokens. An exception in it is one that a callback raised.
+    """Owned by an Attempt, which it does not refer to: requests end often, and cycles are freed late.
 
-    `expected_from` returns the calls whose workers must send the next message.
+    Bounded by the attempt's tokens. An exception in it is one that a callback raised.
     """
 
-    def __init__(self, expected_from: Callable[[], Iterable[WorkerCall]]) -> None:
-        self._expected_from = expected_from
+    def __init__(self) -> None:
         self._messages: deque[tuple[WorkerCall, Message | Exception]] = deque()
         self._is_filled = asyncio.Event()
         self.num_received = 0  # including those that did not need to wait here
@@ -42,13 +41,16 @@ class MessageQueue:
             self._is_filled.clear()
         return oldest
 
-    async def wait(self) -> None:
-        """Wait for a message. Raises `AttemptFailed` if a worker that must send one no longer has the request."""
+    async def wait(self, expected_from: Callable[[], Iterable[WorkerCall]]) -> None:
+        """Wait for a message. `expected_from` returns the calls whose workers must send the next one.
+
+        Raises `AttemptFailed` if such a worker no longer has the request.
+        """
         while not self._messages:
             if self._is_check_due:
                 self._timer, self._is_check_due = None, False
                 self._is_filled.clear()
-                await self._check()
+                await self._check(expected_from)
             elif self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(LIVENESS_S, self._check_now)
             else:
@@ -58,11 +60,11 @@ class MessageQueue:
         self._is_check_due = True
         self._is_filled.set()
 
-    async def _check(self) -> None:
+    async def _check(self, expected_from: Callable[[], Iterable[WorkerCall]]) -> None:
         """The request must be missing at two checks without a message between them: the last one may be in transit."""
         missing: list[WorkerCall] = []
         if self.num_received == self._num_before:
-            missing = [call for call in dict.fromkeys(self._expected_from()) if await call.is_missing()]
+            missing = [call for call in dict.fromkeys(expected_from()) if await call.is_missing()]
             for call in missing:
                 if call in self._missing_before:
                     raise AttemptFailed(call.name, "the worker no longer has the request")

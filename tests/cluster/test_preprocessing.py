@@ -138,12 +138,14 @@ async def test_closing_kills_the_process_and_fails_waiting_calls(tmp_path: Path)
     assert not psutil.pid_exists(theirs)
 
 
+@pytest.mark.full
 async def test_a_grammar_is_compiled_at_a_low_priority_in_its_session_and_of_it() -> None:
     async with aclosing(PreprocessingPool(FakeGrammars)) as processes:
         found = await processes.check_grammar(Grammar("regex", "priority"))
     assert set(found.text.split(", ")) == {str(GRAMMAR_NICENESS)}
 
 
+@pytest.mark.full
 async def test_a_grammar_has_a_limit_of_computation_and_a_host_without_time_is_not_its_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
