@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.costs import CostModel, LinearCost
+from workers.costs import CorrectedCost, CostModel, LinearCost
 from workers.engine.estimate import StepEstimate, plan_seconds, step_parts
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.request import SamplingParams
@@ -44,6 +44,15 @@ def error(estimate: StepEstimate, cost: CostModel, asked: StepPlan) -> float:
 
 SHORT, LONG = plan([(16, 0)]), plan([(512, 0)])
 RATIOS = [(1.0, 0.1), (0.1, 1.0), (5.0, 0.7), (0.2, 0.02), (30.0, 60.0)]
+
+
+def test_the_reported_ratios_of_a_device_a_thousand_times_as_fast_are_a_cost_model_too() -> None:
+    """A scaling policy makes one of them: prompts of an H100 take 0.004 of the default cost per token."""
+    estimate = learned([LONG, plan([(64, 0)], 4)] * 40, truth(0.001, 0.001))
+    decode, prompt = estimate.ratios
+    assert decode == pytest.approx(0.001, rel=0.2) and prompt == pytest.approx(0.001, rel=0.2)
+    cost = CorrectedCost.of(GIVEN, decode, prompt)
+    assert cost.prompt_tokens_within(cost.prefill_seconds(512) * 1.001) == pytest.approx(512, abs=2)
 
 
 @pytest.mark.parametrize(("decode", "prompt"), RATIOS)

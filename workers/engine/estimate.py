@@ -65,7 +65,7 @@ class StepEstimate:
 
     def __init__(self, cost: CostModel, block_bytes: int = 0) -> None:
         self.cost = cost  # the corrected cost model
-        self.ratios = 1.0, 1.0  # of decodes and of prompts to the given model, in hundredths
+        self.ratios = 1.0, 1.0  # of decodes and of prompts to the given model, to three digits
         self._given = cost
         self._block_bytes = block_bytes
         self._decode = self._prompt = 1.0
@@ -112,7 +112,7 @@ class StepEstimate:
         self._prompt_variance += _DRIFT * prompt_share - prompt * prompt / variance
         self._covariance -= decode * prompt / variance
         self.cost = CorrectedCost.of(self._given, self._decode, self._prompt)
-        self.ratios = round(self._decode, 2), round(self._prompt, 2)
+        self.ratios = float(f"{self._decode:.3g}"), float(f"{self._prompt:.3g}")
 
     def prompt_seconds(self, num_tokens: int, num_cached: int) -> float:
         """Predicted seconds of a prompt in steps shared with other sequences, as recent prompts were."""

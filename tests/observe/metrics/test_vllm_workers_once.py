@@ -7,7 +7,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import cluster.control.controller as cluster_controller
 import cluster.dispatch.discovery as discovery
-from cluster.control.membership import Listeners
 from cluster.frontend.context import GatewayContext
 from cluster.join import join, spec_and_models
 from cluster.policy.slo_attainment import GatewayAttainment
@@ -37,19 +36,6 @@ def engines(text: str) -> set[str]:
 def test_the_first_joined_gateway_exports_workers(gateway: str, workers: set[str]) -> None:
     view = ClusterView(1, "c", None, (WorkerView("w", "p", Role.MIXED, WorkerState.READY),), gateways=NAMES)
     assert engines(exposition(GatewayAttainment(), gateway, view, compat="vllm")) == workers
-
-
-def test_a_gateway_keeps_its_place_while_it_polls() -> None:
-    there = Listeners()
-    there.polled("b", 0.0, 15.0)
-    there.polled("a", 1.0, 16.0)
-    there.polled("b", 10.0, 25.0)
-    assert there.names(15.9) == ("b", "a")
-    assert there.names(16.0) == ("b",)
-    there.polled("a", 17.0, 32.0)
-    assert there.names(17.0) == ("b", "a")
-    there.polled("b", 26.0, 41.0)  # it was silent for too long, and comes back
-    assert there.names(26.0) == ("a", "b")
 
 
 class Door:
