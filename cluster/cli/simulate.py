@@ -207,7 +207,7 @@ def _run(
     made: list[SystemResult] = []
     total = len(cases) * (1 + (search is not None))
     threads = ThreadPoolExecutor(len(cases))  # each hands one system's runs to the processes
-    with processes(num_processes) as each, progress_bar() as progress, threads:
+    with threads, processes(num_processes) as each, progress_bar() as progress:
         done = 0
         progress("simulating", done, total)
         for case, run in zip(cases, each(partial(run_case, workload=workload, options=options), cases), strict=True):

@@ -2,21 +2,16 @@
 
 main thread       waits for the search, draws progress, watches the clock and Ctrl-C
 search's thread   starts runs through `each`, which raises `TimeUp` once the time is up
-processes         simulate; each exits by itself when this process closes the pipe, or dies
+processes         simulate (`ProcessPool`)
 """
 
-import logging
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, CancelledError, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from concurrent.futures import BrokenExecutor, CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
+from cluster.offline.process_pool import ProcessPool
 from cluster.offline.scoring.goodput import TimeUp
 
 T = TypeVar("T")
@@ -37,16 +32,13 @@ class Budget:
         self.processes = processes
         self.ended_by = ""
         self._start_s = time.monotonic()
-        context = get_context("spawn")
-        parent_alive, self._alive = context.Pipe(duplex=False)
-        self._pool = ProcessPoolExecutor(processes, context, initializer=_start_process, initargs=(parent_alive,))
+        self._pool = ProcessPool(processes)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._alive.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def __exit__(self, *error: object) -> None:
+        self._pool.__exit__(*error)
 
     @property
     def left_s(self) -> float:
@@ -81,14 +73,10 @@ class Budget:
             raise
 
     def end(self, ended_by: str) -> None:
-        """Stop. Runs in progress are lost: the processes exit, which breaks the pool.
-
-        Only `__exit__` shuts the pool down: after `shutdown(wait=False)` it could not wait for the pool's thread,
-        which would close its pipe while the interpreter writes to it at exit.
-        """
+        """Stop. Runs in progress are lost."""
         if not self.ended_by:
             self.ended_by = ended_by
-            self._alive.close()
+            self._pool.kill()
 
     def run(self, search: Callable[[], T], tick: Callable[[float], None] = lambda left_s: None) -> T:
         """Run the search in its own thread and return its result. `tick` gets the seconds left, every `TICK_S`."""
@@ -103,19 +91,3 @@ class Budget:
             except KeyboardInterrupt:
                 self.end(INTERRUPT)
             return answer.result()
-
-
-def _start_process(parent_alive: Connection) -> None:
-    """Ignore Ctrl-C, which is the parent's; exit when the parent's end of the pipe closes.
-
-    Requests fail in the overloads that a search looks for, so warnings are off.
-    """
-    logging.disable(logging.WARNING)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def exit_with_parent() -> None:
-        with suppress(EOFError, OSError):
-            parent_alive.recv_bytes()
-        os._exit(0)
-
-    threading.Thread(target=exit_with_parent, name="exit-with-parent", daemon=True).start()

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 
+from cluster.offline.process_pool import ProcessPool
 from cluster.offline.scoring.figures import Attainment, judged, most_missed
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, goodput, probe_span_s
 from cluster.offline.scoring.records import Run
@@ -30,7 +29,7 @@ def processes(count: int) -> Iterator[Map]:
     if count <= 1:
         yield map
         return
-    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
+    with ProcessPool(count) as pool:
         yield pool.map
 
 
