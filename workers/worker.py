@@ -6,7 +6,7 @@ leases, and keeps a mailbox for each subscriber. It has no role: prefill, decode
     prefill                       compute a prompt, hold its KV for a reader
     reserve -> fetch -> decode    fetch that KV, and decode
     generate                      both, on one worker
-    offer_migration                     offer the KV of a running decode to another worker (migration)
+    offer_migration               offer the KV of a running decode to another worker (migration)
     cancel                        end any of them, at any time, idempotent
 """
 
@@ -16,7 +16,7 @@ import os
 import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import psutil
@@ -51,15 +51,22 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED_CANCELS = 4096  # a cancel may arrive before the call that it cancels
 SWEEP_S = 0.5
-WARM_POLL_S = 0.02
 MAX_LATE_SWEEPS = 8  # late sweeps in a row that expire nothing; a loop that is always late must still reclaim
+
+
+@dataclass(slots=True)
+class _Warming:
+    """A prompt that is computed for the cache alone."""
+
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: str = ""
 
 
 class Worker:
     """Its engine runs as soon as it is constructed. Owned by a `WorkerServer`; uses one event loop."""
 
     def __init__(self, config: WorkerConfig, incarnation: str, executor: Executor, *, heartbeat_s: float) -> None:
-        transfer, facts, stores = config.transfer, executor.facts, executor.stores(self._changed)
+        facts, stores = executor.facts, executor.stores(self._changed)
         if not config.engine.kv_blocks:
             config = replace(config, engine=replace(config.engine, kv_blocks=facts.kv_blocks))
         if config.engine.dtype == "auto":
@@ -68,20 +75,14 @@ class Worker:
         self.incarnation = incarnation
         self.engine = Engine(
             config.engine,
-            context_length=facts.context_length,
-            eos_token_ids=facts.eos_token_ids,
-            vocab_size=facts.vocab_size,
-            lease_s=transfer.lease_s,
+            facts,
+            config.transfer,
             reserved=RESERVED_BLOCKS,
-            digest=transfer.digest,
-            block_bytes=facts.layout.block_bytes,
+            cost=config.cost,
             prefix_tokens=config.prefix_tokens,
             depth=executor.depth,
-            cost=config.cost,
-            host_cache_blocks=facts.host_cache_blocks,
             max_pinned=config.cache.pins // facts.layout.block_bytes,
             stores=stores,
-            has_state=bool(facts.layout.state_layers),
         )
         self._stores = {each.tier: each for each in stores}
         self._executor = executor
@@ -90,7 +91,7 @@ class Worker:
         self._closed = False
         self._subscribers = Subscribers(self._stats, self._require_open, self._subscriber_left, heartbeat_s)
         self._cancelled: OrderedDict[str, None] = OrderedDict()
-        self._warming: dict[str, str] = {}  # sequence key -> why it failed
+        self._warming: dict[str, _Warming] = {}  # by sequence key
         self._measurements: set[asyncio.Task[Timings]] = set()
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = 0.0
@@ -186,11 +187,13 @@ class Worker:
             return
         self._failure = f"the engine stopped: {type(error).__name__}: {error}"
         logger.error("worker %s: %s", self.config.name, self._failure, exc_info=error)
+        self._end_warming()
         self._subscribers.wake()
 
     async def close(self) -> None:
         """End every sequence and fetch, then free the memory once nothing writes to it."""
         self._closed = True
+        self._end_warming()
         for key in list(self._subscribers.routes):
             self._forget(key)
         self._engine_loop.stop()
@@ -298,21 +301,20 @@ class Worker:
         if ttl_s:
             self.engine.pin(request, ttl_s, self._now_s())
         self.engine.add(request, self._now_s(), hold=False)
-        self._warming[request.key] = ""
+        warming = self._warming[request.key] = _Warming()
         try:
             self._changed()
             self._arm()
             async with asyncio.timeout(timeout_s):
-                while self.engine.holds(request.key):
-                    await asyncio.sleep(WARM_POLL_S)
-                    self._require_open()
+                await warming.ended.wait()
         except TimeoutError:
             raise Overloaded(f"the prompt was not computed within {timeout_s:g} s", retry_after_s=1.0) from None
         finally:
+            del self._warming[request.key]
             self.engine.sequences.abort(request.key)
-            failure = self._warming.pop(request.key)
-        if failure:
-            raise WorkerError(f"the prompt was not computed: {failure}")
+        self._require_open()
+        if warming.failure:
+            raise WorkerError(f"the prompt was not computed: {warming.failure}")
         return self.engine.cached_tokens(request)
 
     async def unpin(self, request: Request | None) -> int:
@@ -462,17 +464,24 @@ class Worker:
         for each in outputs:
             output: Output = TicketOut(each.key, self._ticket(each)) if isinstance(each, Lease) else each
             if isinstance(output, FailedOut) and output.key in self._warming:
-                self._warming[output.key] = output.reason
+                self._warming[output.key].failure = output.reason
             self._subscribers.post(output)
         for each in outputs:
             if self.engine.is_silent(each.key):
                 self._subscribers.routes.pop(each.key, None)
+        self._end_warming()
         self._borrower.start()
         self._leases.progressed()
         if self._reservations:
             self._reservations.grant()
         if self._sweeper is None:
             self._arm()
+
+    def _end_warming(self) -> None:
+        """Of prompts that the engine no longer holds, or all if it has stopped."""
+        for key, warming in self._warming.items():
+            if self._closed or self._failure is not None or not self.engine.holds(key):
+                warming.ended.set()
 
     def _ticket(self, lease: Lease) -> TransferTicket:
         return TransferTicket(lease.key, lease.epoch, self._peer_now(), lease.blocks, lease.num_tokens, lease.ttl_s)

@@ -10,13 +10,14 @@ from functools import partial
 from multiprocessing import get_context
 
 from benchmarks.study.answers import StudyFigures, StudyRun, figures, run
-from benchmarks.study.virtual import END, EngineArrival, replay
+from benchmarks.study.virtual import EngineArrival, replay
 from benchmarks.study.workload import LONGEST_ANSWER, MIXES, StudyRequest, study_requests
 from kvtransfer.open import RESERVED_BLOCKS
 from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
+from workers.executor.modelled import Modelled, modelled_facts
 
 KV_BLOCKS = 1024  # of 16 tokens
 MAX_RUNNING = 32
@@ -89,15 +90,8 @@ def virtual_run(
     cost: CostModel, config: EngineConfig, requests: Sequence[StudyRequest], max_tokens: int | None = None
 ) -> StudyRun:
     """The production engine over these requests, in virtual time."""
-    engine = Engine(
-        config,
-        context_length=CONTEXT_LENGTH,
-        eos_token_ids=(END,),
-        vocab_size=VOCAB_SIZE,
-        lease_s=10.0,
-        reserved=RESERVED_BLOCKS,
-        cost=cost,
-    )
+    facts = modelled_facts(config.block_size, Modelled(context_length=CONTEXT_LENGTH, vocab_size=VOCAB_SIZE))
+    engine = Engine(config, facts, reserved=RESERVED_BLOCKS, cost=cost)
     arrivals = [EngineArrival(each.at_s, each.request(max_tokens), each.answer_tokens) for each in requests]
     token_s = replay(engine, arrivals, partial(plan_seconds, cost))
     engine.check()

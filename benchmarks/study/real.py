@@ -59,14 +59,7 @@ class RecordingEngine(Engine):
     """An engine that records its steps."""
 
     def __init__(self, config: EngineConfig, facts: ModelFacts) -> None:
-        super().__init__(
-            config,
-            context_length=facts.context_length,
-            eos_token_ids=facts.eos_token_ids,
-            vocab_size=facts.vocab_size,
-            lease_s=10.0,
-            reserved=RESERVED_BLOCKS,
-        )
+        super().__init__(config, facts, reserved=RESERVED_BLOCKS)
         self.steps: list[tuple[StepPlan, float]] = []  # with seconds
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:

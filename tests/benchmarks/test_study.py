@@ -30,6 +30,7 @@ from benchmarks.study.steps import HELD_OUT, SEEN, plan
 from benchmarks.study.virtual import EngineArrival, replay
 from benchmarks.study.workload import MIXES, StudyRequest, study_requests
 from cluster.offline.workload.lengths import LONG_PROMPT, SHORT_ANSWER
+from tests.engine.driving import model_facts
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost, step_seconds
 from workers.engine.engine import Engine
@@ -94,7 +95,7 @@ def test_the_committed_model_is_fitted_to_the_committed_points() -> None:
 
 
 def test_a_request_that_arrives_during_a_step_waits_for_its_end() -> None:
-    engine = Engine(EngineConfig(kv_blocks=8), context_length=64, eos_token_ids=(0,), vocab_size=50_000, lease_s=1.0)
+    engine = Engine(EngineConfig(kv_blocks=8), model_facts(context_length=64, vocab_size=50_000))
     requests = [StudyRequest("a", 0.0, 4, 3), StudyRequest("b", 0.5, 4, 2), StudyRequest("c", 9.0, 4, 1)]
     arrivals = [EngineArrival(each.at_s, each.request(), each.answer_tokens) for each in requests]
     assert replay(engine, arrivals, lambda _: 1.0) == {"a/0": [1.0, 2.0, 3.0], "b/0": [2.0, 3.0], "c/0": [10.0]}

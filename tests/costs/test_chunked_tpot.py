@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.driving import model_facts
 from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.engine import Engine
@@ -23,7 +24,7 @@ def engine_with(cost: CostModel, tpot_slo_s: float) -> Engine:
     config = EngineConfig(
         block_size=16, kv_blocks=4096, max_batch_tokens=4096, max_running=64, batching="chunked", tpot_slo_s=tpot_slo_s
     )
-    return Engine(config, context_length=8192, eos_token_ids=(), vocab_size=1000, lease_s=10.0, reserved=2, cost=cost)
+    return Engine(config, model_facts(context_length=8192), reserved=2, cost=cost)
 
 
 def add(engine: Engine, name: str, tokens: int) -> None:

@@ -7,12 +7,15 @@ its schedule and its commit.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from kvtransfer.layout import KVLayout
 from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.block_store import BlockStore
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.estimate import plan_seconds
+from workers.engine.executor import ModelFacts
 from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.step import ELSEWHERE, PENDING, Chunk, StepPlan, StepResult
 from workers.request import Request, SamplingParams, TokenLogprobs, TokensOut
@@ -22,35 +25,57 @@ EOS = 0
 STATE = -1  # the slot of a block's state
 
 
+@dataclass(frozen=True)
+class SizedLayout(KVLayout):
+    """Of blocks of any number of bytes."""
+
+    num_bytes: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_bytes
+
+
+def model_facts(
+    *,
+    context_length: int = 4096,
+    vocab_size: int = VOCAB,
+    block_bytes: int = 0,
+    host_cache_blocks: int = 0,
+    has_state: bool = False,
+) -> ModelFacts:
+    layout = SizedLayout("model", 1, 1, 2, 4, state_layers=(0,) * has_state, num_bytes=block_bytes)
+    return ModelFacts("model", vocab_size, context_length, (EOS,), layout, host_cache_blocks=host_cache_blocks)
+
+
 def engine(
     *,
     cost: CostModel | None = None,
-    block_bytes: int = 0,
     depth: int = 1,
     prefix_tokens: int = 1,
-    host_cache_blocks: int = 0,
     max_pinned: int = 0,
     stores: Sequence[BlockStore] = (),
     context_length: int = 128,
+    block_bytes: int = 0,
+    host_cache_blocks: int = 0,
     has_state: bool = False,
     **config: object,
 ) -> Engine:
     sizes: dict[str, object] = {"block_size": 4, "kv_blocks": 34, "max_batch_tokens": 16, "max_running": 8}
     return Engine(
         EngineConfig(**(sizes | config)),  # type: ignore[arg-type]
-        context_length=context_length,
-        eos_token_ids=(EOS,),
-        vocab_size=VOCAB,
-        lease_s=10.0,
+        model_facts(
+            context_length=context_length,
+            block_bytes=block_bytes,
+            host_cache_blocks=host_cache_blocks,
+            has_state=has_state,
+        ),
         reserved=2,
         cost=cost,
-        block_bytes=block_bytes,
         depth=depth,
         prefix_tokens=prefix_tokens,
-        host_cache_blocks=host_cache_blocks,
         max_pinned=max_pinned,
         stores=stores,
-        has_state=has_state,
     )
 
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec import Struct, msgpack
 
+from tests.engine.driving import model_facts
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool
 from workers.engine.cache_log import CacheLog, Tier
@@ -178,7 +179,7 @@ def test_evicted_cleared_and_forgotten_blocks_are_logged_as_removed() -> None:
 
 def engine(block_size: int, num_blocks: int) -> Engine:
     config = EngineConfig(block_size=block_size, kv_blocks=num_blocks, max_batch_tokens=512)
-    return Engine(config, context_length=4096, eos_token_ids=(0,), vocab_size=10_000, lease_s=10.0)
+    return Engine(config, model_facts(vocab_size=10_000))
 
 
 def run(subject: Engine, request: Request, *, hold: bool = False) -> int:
@@ -225,7 +226,7 @@ def test_an_engine_finds_the_prefixes_in_its_log(block_size: int, asked: list[tu
 
 def test_the_log_is_empty_without_prefix_caching() -> None:
     config = EngineConfig(prefix_caching=False)
-    subject = Engine(config, context_length=4096, eos_token_ids=(0,), vocab_size=10_000, lease_s=10.0)
+    subject = Engine(config, model_facts(vocab_size=10_000))
     run(subject, Request("r", tuple(range(1, 400)), SamplingParams(seed=1, max_tokens=4)))
     assert subject.stats().cache_number == 0
 

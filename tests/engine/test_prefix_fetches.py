@@ -39,9 +39,9 @@ class Side:
     """The pool, leases and fetches of one worker."""
 
     def __init__(self, num_blocks: int = 8, *, digest: bool = True, prefix_blocks: int = 1) -> None:
-        self.pool = BlockPool(num_blocks, BLOCK)
+        self.pool = BlockPool(num_blocks, BLOCK, block_bytes=1)
         self.leases = LeaseBook(self.pool, 10.0, digest=digest)
-        self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks, StepEstimate(LinearCost()), 1)
+        self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks, StepEstimate(LinearCost()))
 
     def computed(self, tokens: range, *, key_digests: int = 99) -> None:
         """A prompt was computed here, held for a reader, and released."""

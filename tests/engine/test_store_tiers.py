@@ -397,8 +397,8 @@ def test_a_block_that_arrives_after_a_step_has_saved_it_is_free() -> None:
 def test_the_log_has_what_can_be_read_from_the_disk_and_nothing_else() -> None:
     disk = RecordedDisk()
     disk.stored, disk.prefixes = {b"old": [1]}, {b"old": 5}
-    pool = BlockPool(4, 4, host_blocks=3)
-    tier = StoreTier(disk, pool, 1000)
+    pool = BlockPool(4, 4, block_bytes=1000, host_blocks=3)
+    tier = StoreTier(disk, pool)
     blocks = [pool.host.save(name, prefix, ()) for name, prefix in ((b"a", 6), (b"b", None), (b"c", 7))]
     tier.save([(name, block) for name, block in zip((b"a", b"b", b"c"), blocks, strict=True) if block is not None])
     assert pool.log.names(Tier.DISK) == {5}, "what is still being written is not there"

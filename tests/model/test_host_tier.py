@@ -46,17 +46,11 @@ async def answers(
     facts = executor.facts
     subject = Engine(
         made,
-        context_length=facts.context_length,
-        eos_token_ids=facts.eos_token_ids,
-        vocab_size=facts.vocab_size,
-        lease_s=10.0,
+        facts,
         reserved=RESERVED_BLOCKS,
-        block_bytes=facts.layout.block_bytes,
         cost=LinearCost(swap_byte_s=0.0),
         depth=depth,
-        host_cache_blocks=facts.host_cache_blocks,
         max_pinned=host // 2,
-        has_state=bool(facts.layout.state_layers),
     )
     for number in range(pinned):
         subject.pin(Request(str(number), PROMPTS[number]), 60.0, 0.0)

@@ -219,10 +219,7 @@ def serve(stages: int, count: int, cost: CostModel) -> tuple[float, float]:
 
         engine = Engine(
             EngineConfig(kv_blocks=400, block_size=4, max_batch_tokens=64),
-            context_length=4096,
-            eos_token_ids=(0,),
-            vocab_size=1000,
-            lease_s=10.0,
+            executor.facts,
             cost=cost,
             depth=executor.depth,
         )

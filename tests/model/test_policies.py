@@ -35,17 +35,7 @@ async def answers(
     config = WorkerConfig("w", "pool", model.name, sizes, transfer=TransferConfig(backends=("memory",)))
     executor = await open_solo(config, model, "w-1", SharedMemory())
     facts = executor.facts
-    subject = Engine(
-        sizes,
-        context_length=facts.context_length,
-        eos_token_ids=facts.eos_token_ids,
-        vocab_size=facts.vocab_size,
-        lease_s=10.0,
-        reserved=RESERVED_BLOCKS,
-        block_bytes=facts.layout.block_bytes,
-        depth=depth,
-        has_state=bool(facts.layout.state_layers),
-    )
+    subject = Engine(sizes, facts, reserved=RESERVED_BLOCKS, depth=depth)
     coming = [
         Request(f"r{index}#{sibling}", prompt, _sampling(index, sibling), reply_to="t", group=f"r{index}")
         for index, prompt in enumerate(PROMPTS)

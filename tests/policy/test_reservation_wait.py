@@ -17,6 +17,7 @@ from cluster.policy.estimate.reservation_wait import ReservationWait
 from cluster.policy.routing.router import Placement
 from diptych.view import ClusterView
 from tests.cluster.local import generate
+from tests.engine.driving import model_facts
 from tests.offline.sim.cases import ENGINE, models, split
 from tests.policy.views import BLOCK, SIMPLE, Story, request, view, worker
 from workers.config import EngineConfig
@@ -31,7 +32,7 @@ BY_HAND = Placement("p0", "d0", "by hand")
 
 def opened(**engine: int) -> Engine:
     config = EngineConfig(**{"block_size": BLOCK, "max_batch_tokens": 100_000} | engine)  # type: ignore[arg-type]
-    return Engine(config, context_length=1 << 20, eos_token_ids=(0,), vocab_size=1 << 20, lease_s=5.0, cost=SIMPLE)
+    return Engine(config, model_facts(context_length=1 << 20, vocab_size=1 << 20), cost=SIMPLE)
 
 
 @settings(max_examples=80, deadline=None)

@@ -76,7 +76,8 @@ class Cached(NamedTuple):
 class BlockPool:
     """Owned by one Engine. The first `reserved` block ids belong to preflight and are never handed out.
 
-    `host_blocks` of host memory keep the content of evicted blocks, and of up to `max_pinned` pinned ones.
+    `block_bytes`: of a block's KV. `host_blocks` of host memory keep the content of evicted blocks, and of up to
+    `max_pinned` pinned ones.
     `has_state`: a block also has a state, which is that after its last computed token; so a sequence can go on behind
     all tokens of a block, but not behind some of them.
     """
@@ -86,6 +87,7 @@ class BlockPool:
         num_blocks: int,
         block_size: int,
         *,
+        block_bytes: int = 0,
         reserved: int = 0,
         prefix_caching: bool = True,
         host_blocks: int = 0,
@@ -95,6 +97,7 @@ class BlockPool:
         if num_blocks <= reserved:
             raise ValueError(f"a pool of {num_blocks} blocks has none left beside its {reserved} reserved ones")
         self.block_size = block_size
+        self.block_bytes = block_bytes
         self.has_state = has_state
         self.num_blocks = num_blocks - reserved
         self._first = reserved

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 
-from workers.config import EngineConfig
+from workers.config import EngineConfig, TransferConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.block_store import BlockStore
 from workers.engine.blocks import BlockPool, prefix_hashes
@@ -21,6 +21,7 @@ from workers.engine.catching_up import catches_up, unaffected
 from workers.engine.decode_steps import DecodeSteps, Sample, num_decode_steps
 from workers.engine.engine_stats import EngineStats
 from workers.engine.estimate import StepEstimate
+from workers.engine.executor import ModelFacts
 from workers.engine.host_tier import StepCopies
 from workers.engine.leases import LeaseBook
 from workers.engine.loads import Loads
@@ -37,65 +38,62 @@ from workers.errors import InvalidRequest, Overloaded
 from workers.request import Request, check_prompt
 from workers.stats import NO_PULLS, BorrowStats, Pulls, WorkerStats
 
+NO_TRANSFER_OPTIONS = TransferConfig()
+
 
 @catches_up
 class Engine:
     """Owned by one Worker. The first `reserved` blocks of the pool belong to preflight.
 
-    `cost` is the initial estimate of step times. A block has `block_bytes`. `depth` is the number of plans that the
-    executor runs at once; the scheduler spreads work over that many. `host_cache_blocks` of host memory keep what the
-    device evicts, up to `max_pinned` of them what is pinned; `stores` get what is there. `has_state`: see `BlockPool`.
+    `cost` is the initial estimate of step times. `depth` is the number of plans that the executor runs at once; the
+    scheduler spreads work over that many. Host memory keeps what the device evicts, in up to `max_pinned` blocks what
+    is pinned; `stores` get what is there.
     """
 
     def __init__(
         self,
         config: EngineConfig,
+        facts: ModelFacts,
+        transfer: TransferConfig = NO_TRANSFER_OPTIONS,
         *,
-        context_length: int,
-        eos_token_ids: tuple[int, ...],
-        vocab_size: int,
-        lease_s: float,
         reserved: int = 0,
-        digest: bool = True,
         cost: CostModel | None = None,
-        block_bytes: int = 0,
         prefix_tokens: int = 1,
         depth: int = 1,
-        host_cache_blocks: int = 0,
         max_pinned: int = 0,
         stores: Items[BlockStore] = (),
-        has_state: bool = False,
     ) -> None:
         assert depth >= 1, f"no plan fits into a depth of {depth}"
         self._pool = BlockPool(
             config.kv_blocks,
             config.block_size,
+            block_bytes=facts.layout.block_bytes,
             reserved=reserved,
             prefix_caching=config.prefix_caching,
-            host_blocks=host_cache_blocks,
+            host_blocks=facts.host_cache_blocks,
             max_pinned=max_pinned,
-            has_state=has_state,
+            has_state=bool(facts.layout.state_layers),
         )
-        self._longest = min(context_length, config.max_model_len or context_length)  # of a sequence that borrows
+        self._longest = min(
+            facts.context_length, config.max_model_len or facts.context_length
+        )  # of a sequence that borrows
         self.max_length = min(self._longest, self._pool.num_blocks * config.block_size)
         self._config = config
         self._digests_a_step = max(1, config.max_batch_tokens // config.block_size)
-        self._eos = eos_token_ids
-        self._vocab_size = vocab_size
-        self._estimate = StepEstimate(cost or LinearCost(), block_bytes)
-        self._leases = LeaseBook(self._pool, lease_s, digest=digest)
-        self._loans = LoanBook(self._pool, lease_s)
-        self._stores = [StoreTier(store, self._pool, block_bytes) for store in stores]
+        self._eos = facts.eos_token_ids
+        self._vocab_size = facts.vocab_size
+        self._estimate = StepEstimate(cost or LinearCost(), self._pool.block_bytes)
+        self._leases = LeaseBook(self._pool, transfer.lease_s, digest=transfer.digest)
+        self._loans = LoanBook(self._pool, transfer.lease_s)
+        self._stores = [StoreTier(store, self._pool) for store in stores]
         self._pool.forget_in_stores = lambda names: [store.forget(names) for store in self._stores]
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
-        self._prefix_fetches = PrefixFetches(self._pool, self._leases, prefix_blocks, self._estimate, block_bytes)
-        self._loads = Loads(self._stores, self._pool, self._estimate, block_bytes, self._prefix_fetches)
-        self._scheduler = Scheduler(
-            config, self._pool, self._leases, self._loads, self._estimate, block_bytes=block_bytes, depth=depth
-        )
+        self._prefix_fetches = PrefixFetches(self._pool, self._leases, prefix_blocks, self._estimate)
+        self._loads = Loads(self._stores, self._pool, self._estimate, self._prefix_fetches)
+        self._scheduler = Scheduler(config, self._pool, self._leases, self._loads, self._estimate, depth=depth)
         self._kv = self._scheduler.kv
         self._sequences = SequenceBook(
-            self._pool, self._scheduler, self._leases, self._loads, eos_token_ids, config.dtype
+            self._pool, self._scheduler, self._leases, self._loads, facts.eos_token_ids, config.dtype
         )
         parts = self._pool, self._scheduler, self._leases, self._loans
         self._reservations = Reservations(
@@ -105,7 +103,7 @@ class Engine:
             self._estimate,
             self._sequences,
             max_length=self.max_length,
-            vocab_size=vocab_size,
+            vocab_size=facts.vocab_size,
             depth=depth,
         )
         self._stats = EngineStats(*parts, self._stores, self._sequences, self._estimate)

@@ -58,18 +58,17 @@ class StepCopies:
 
 
 class HostTier:
-    """Owned by a Scheduler. `block_bytes`: KV bytes of a block. `step_blocks`: the most that a step may fill."""
+    """Owned by a Scheduler. `step_blocks`: the most that a step may fill."""
 
-    def __init__(self, pool: BlockPool, estimate: StepEstimate, block_bytes: int, step_blocks: int) -> None:
+    def __init__(self, pool: BlockPool, estimate: StepEstimate, step_blocks: int) -> None:
         self._pool = pool
         self._estimate = estimate
-        self._block_bytes = block_bytes
         self._step_blocks = step_blocks
         self._saved: list[tuple[bytes, int]] = []
         self._num_saved = self._num_restored = self._num_dropped = 0  # blocks
 
     def stats(self) -> TierStats:
-        host, size = self._pool.host, self._block_bytes
+        host, size = self._pool.host, self._pool.block_bytes
         return TierStats(
             "host",
             blocks=len(host),
@@ -106,12 +105,12 @@ class HostTier:
         """Half of a swap's cost is the way back."""
         cost = self._estimate.cost
         saved_s = cost.prefill_seconds(num_tokens - first, first) - cost.prefill_seconds(num_tokens - end, end)
-        return cost.swap_seconds(num_blocks * self._block_bytes) / 2 < saved_s
+        return cost.swap_seconds(num_blocks * self._pool.block_bytes) / 2 < saved_s
 
     def _is_worth_saving(self) -> bool:
         """Whether swapping a step's worth of blocks out and in is faster than computing them."""
         cost, count = self._estimate.cost, self._step_blocks
-        return cost.swap_seconds(count * self._block_bytes) < cost.prefill_seconds(count * self._pool.block_size)
+        return cost.swap_seconds(count * self._pool.block_bytes) < cost.prefill_seconds(count * self._pool.block_size)
 
     def save(self, moves: StepCopies) -> None:
         """Save what this step evicts and, where there is room, what transfers may evict without a step; then pins."""

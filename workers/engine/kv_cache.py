@@ -23,7 +23,7 @@ from workers.request import MIXED_KV
 
 
 class KVCacheManager:
-    """Owned by a Scheduler, whose list of `running` sequences it reads. `block_bytes`: KV bytes of a block.
+    """Owned by a Scheduler, whose list of `running` sequences it reads.
 
     `reserves_answer`: a sequence is admitted only if its longest possible answer fits too.
     """
@@ -35,17 +35,15 @@ class KVCacheManager:
         estimate: StepEstimate,
         running: Items[Sequence],
         *,
-        block_bytes: int,
         reserves_answer: bool,
     ) -> None:
         self._step_blocks = -(-config.max_batch_tokens // config.block_size)
-        self.tier = HostTier(pool, estimate, block_bytes, self._step_blocks)
+        self.tier = HostTier(pool, estimate, self._step_blocks)
         self.moves = Moves(pool, min(2 * self._step_blocks, pool.num_blocks // 2))
         self.block_size = pool.block_size
         self._pool = pool
         self._estimate = estimate
         self._running = running
-        self._block_bytes = block_bytes
         self._reserves_answer = reserves_answer
         self._missing = 0
 
@@ -161,7 +159,7 @@ class KVCacheManager:
         counts = tuple([each for each in found.items() if each[1]])
         if not counts:
             return
-        hits, token_bytes = self._pool.hits, self._block_bytes / self._pool.block_size
+        hits, token_bytes = self._pool.hits, self._pool.block_bytes / self._pool.block_size
         sequence.cached_from = tuple((Counter(dict(sequence.cached_from)) + Counter(dict(counts))).items())
         hits.looked_up(0, counts)
         hits.save(len(sequence.tokens), counts, self._estimate.cost, token_bytes, first)

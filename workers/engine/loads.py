@@ -80,7 +80,7 @@ def _may_load(sequence: Sequence) -> bool:
 
 
 class Loads:
-    """Owned by an Engine. The first tier that has a block is asked for it. `block_bytes`: KV bytes of a block.
+    """Owned by an Engine. The first tier that has a block is asked for it.
 
     `wakes_at_s`: when a prompt that waits now has waited long enough.
     """
@@ -90,7 +90,6 @@ class Loads:
         tiers: Items[StoreTier],
         pool: BlockPool,
         estimate: StepEstimate,
-        block_bytes: int,
         fetches: PrefixFetches,
     ) -> None:
         self.wakes_at_s = math.inf
@@ -99,7 +98,6 @@ class Loads:
         self._host = pool.host
         self._size = pool.block_size
         self._estimate = estimate
-        self._block_bytes = block_bytes
         self._fetches = fetches
         self._loadings: dict[Sequence, _Loading] = {}
         self._reads: dict[bytes, _Read] = {}
@@ -142,7 +140,7 @@ class Loads:
         cost, size, num_tokens = self._estimate.cost, self._size, len(sequence.tokens)
         saved_s = cost.prefill_seconds(num_tokens - first * size, first * size)
         saved_s -= cost.prefill_seconds(num_tokens - end * size, end * size)
-        return cost.swap_seconds((end - first) * self._block_bytes) / 2 < saved_s
+        return cost.swap_seconds((end - first) * self._pool.block_bytes) / 2 < saved_s
 
     def _found(self, loading: _Loading, number: int, first: int, count: int) -> None:
         loading.unfound -= 1
@@ -227,7 +225,7 @@ class Loads:
             cached=cached,
             total=total,
             missing=missing,
-            copy_s=self._estimate.cost.swap_seconds(self._block_bytes) / 2 if self._tiers else 0.0,
+            copy_s=self._estimate.cost.swap_seconds(self._pool.block_bytes) / 2 if self._tiers else 0.0,
             can_wait=has_patience and until - first == len(missing) * self._size > 0,
             since_s=self._now_s - loading.turn_s,
         )

@@ -97,18 +97,13 @@ def _worth_a_read(latency_s: float, unit_s: float, most: int) -> int:
 
 
 class PrefixFetches:
-    """Owned by an Engine. `prefix_blocks`: a local prefix counts in multiples of this many blocks. `block_bytes`: KV
-    bytes of a block.
-    """
+    """Owned by an Engine. `prefix_blocks`: a local prefix counts in multiples of this many blocks."""
 
-    def __init__(
-        self, pool: BlockPool, leases: LeaseBook, prefix_blocks: int, estimate: StepEstimate, block_bytes: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, leases: LeaseBook, prefix_blocks: int, estimate: StepEstimate) -> None:
         self._pool = pool
         self._leases = leases
         self._prefix_blocks = prefix_blocks
         self._estimate = estimate
-        self._block_bytes = block_bytes
         self._in_flight: dict[PrefixFetch, None] = {}
         self._block_s: dict[str, float] = {}  # owner -> of its last fetch, the latest last
         self._start_s = 0.0  # from the begin of a fetch to its first read, as of late
@@ -179,10 +174,10 @@ class PrefixFetches:
             self._pool.free(shared)
             raise
         if bytes_per_s:
-            block_s = self._block_bytes / bytes_per_s
+            block_s = self._pool.block_bytes / bytes_per_s
         else:
             latency_s = self._estimate.cost.transfer_latency_s
-            block_s = self._block_bytes * self._estimate.cost.transfer_byte_s
+            block_s = self._pool.block_bytes * self._estimate.cost.transfer_byte_s
         unit = math.lcm(owner_size, size) // size
         least = max(-(-(num_blocks - num_shared) // (READS * unit)), 1)
         first = max(least, _worth_a_read(latency_s, unit * block_s, num_blocks)) * unit

@@ -34,7 +34,7 @@ class _Flight:
 class Scheduler:
     """Owns the queues and the block tables. Shares the pool, leases, loads and the estimate with its Engine.
 
-    `block_bytes`: KV bytes of a block. `depth`: number of steps to keep in flight.
+    `depth`: number of steps to keep in flight.
     """
 
     def __init__(
@@ -45,19 +45,12 @@ class Scheduler:
         loads: Loads,
         estimate: StepEstimate,
         *,
-        block_bytes: int,
         depth: int,
     ) -> None:
         self._policy = batching(config.batching, tpot_slo_s=config.tpot_slo_s, block_size=config.block_size)
         self.queues = Queues(config, estimate)
-        self.kv = KVCacheManager(
-            config,
-            pool,
-            estimate,
-            self.queues.running,
-            block_bytes=block_bytes,
-            reserves_answer=self._policy.reserves_answer,
-        )
+        reserves_answer = self._policy.reserves_answer
+        self.kv = KVCacheManager(config, pool, estimate, self.queues.running, reserves_answer=reserves_answer)
         self._max_batch_tokens = config.max_batch_tokens
         self._block_size = config.block_size
         self._leases = leases

@@ -22,11 +22,11 @@ READ_TIMEOUT_S = 1.0
 class StoreTier:
     """One store. Owned by an Engine."""
 
-    def __init__(self, store: BlockStore, pool: BlockPool, block_bytes: int) -> None:
+    def __init__(self, store: BlockStore, pool: BlockPool) -> None:
         self.tier = store.tier
         self.find = store.find
         self.forget = store.forget
-        self.speed = ReadSpeed(store.read_byte_s * block_bytes)
+        self.speed = ReadSpeed(store.read_byte_s * pool.block_bytes)
         self.num_reading = 0
         self._store = store
         self._pool = pool

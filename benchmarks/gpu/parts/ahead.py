@@ -67,15 +67,7 @@ async def _decodes(
 ) -> tuple[dict[str, list[int]], float]:
     """The streams' tokens, and seconds a step while all of them decode."""
     facts, clock = executor.facts, asyncio.get_running_loop().time
-    engine = Engine(
-        sizes,
-        context_length=facts.context_length,
-        eos_token_ids=facts.eos_token_ids,
-        vocab_size=facts.vocab_size,
-        lease_s=60.0,
-        reserved=RESERVED_BLOCKS,
-        block_bytes=facts.layout.block_bytes,
-    )
+    engine = Engine(sizes, facts, reserved=RESERVED_BLOCKS)
     tokens: dict[str, list[int]] = defaultdict(list)
     arrived_s: list[float] = []  # of the first stream's tokens
 
