@@ -266,7 +266,7 @@ def read_within_steps(executor: Rank, disk: DiskCache) -> None:
             each()
         wanted.clear()
         result = await execute(plan)
-        while disk._reading:
+        while disk._tasks:
             await asyncio.sleep(0.001)
         return result
 

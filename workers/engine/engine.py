@@ -74,9 +74,8 @@ class Engine:
             max_pinned=max_pinned,
             has_state=bool(facts.layout.state_layers),
         )
-        self._longest = min(
-            facts.context_length, config.max_model_len or facts.context_length
-        )  # of a sequence that borrows
+        context_length = facts.context_length
+        self._longest = min(context_length, config.max_model_len or context_length)  # of a sequence that borrows
         self.max_length = min(self._longest, self._pool.num_blocks * config.block_size)
         self._config = config
         self._digests_a_step = max(1, config.max_batch_tokens // config.block_size)

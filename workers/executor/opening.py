@@ -6,8 +6,10 @@ Knows no schedule and no leader. A rank of a gang differs from a worker of one r
 import asyncio
 import logging
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -22,7 +24,7 @@ from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import RankLost
 from workers.executor.adapters import RankAdapters
 from workers.executor.cuda_graphs import DecodeGraphs, cuda_capture, has_graphs
-from workers.executor.disk_cache import DiskCache, open_disk_cache
+from workers.executor.disk_cache import open_disk_cache
 from workers.executor.grammar_masks import GrammarMasks
 from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
 from workers.executor.kv_sizing import (
@@ -35,7 +37,8 @@ from workers.executor.kv_sizing import (
 )
 from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.rank_spec import Rendezvous, sampling_rank
-from workers.executor.remote_cache import RemoteCache, open_remote_cache
+from workers.executor.rank_store import RankStore
+from workers.executor.remote_cache import open_remote_cache
 from workers.executor.threads import ComputeThread, usable_cores
 from workers.executor.warm_up import warm_up
 from workers.model.config import ModelConfig, read_model_config
@@ -54,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 MEET_TIMEOUT_S = 60.0  # for all ranks of a gang to meet
 LOAD_TIMEOUT_S = 600.0  # for all ranks to load their parts
+OPEN_STORES: tuple[Callable[[WorkerConfig, KVPool], RankStore[Any] | None], ...] = (open_disk_cache, open_remote_cache)
 COLLECTIVE_TIMEOUT_S = 100.0  # for the other ranks to reach the same point of a step; below `STEP_TIMEOUT_S`
 
 
@@ -77,16 +81,16 @@ async def open_rank(
     name = config.name if rendezvous is None else f"{config.name}/rank-{rank}"
     thread = ComputeThread(name, config.engine.threads or config.cpus, config.engine.cores)
     groups: ModelPart | None = None
-    disk: DiskCache | None = None
-    remote: RemoteCache | None = None
+    stores: list[RankStore[Any]] = []
     samples = rank == sampling_rank(config.parallel)
     try:
         grammars = asyncio.ensure_future(asyncio.to_thread(_grammar_compiler, folder)) if samples else None
         facts, part, pool = await thread.run(lambda: _load(config, folder, device, rendezvous))
         groups = part
         compiler = None if grammars is None else await grammars
-        disk = await asyncio.to_thread(open_disk_cache, config, pool)
-        remote = await asyncio.to_thread(open_remote_cache, config, pool)
+        for open_store in OPEN_STORES:
+            if (store := await asyncio.to_thread(open_store, config, pool)) is not None:
+                stores.append(store)
         transports = open_transports(
             pool.region,
             config.transfer.backends,
@@ -102,14 +106,13 @@ async def open_rank(
     except BaseException:
         if groups is not None:
             groups.close()
-        for store in (disk, remote):
-            if store is not None:
-                await store.close()
+        for store in stores:
+            await store.close()
         await thread.close()
         raise
     num_threads = max(1, len(usable_cores()) // 4)
     masks = None if compiler is None else GrammarMasks(compiler, facts.vocab_size, num_threads)
-    return Rank(facts, part, pool, transports, thread, disk, remote, masks)
+    return Rank(facts, part, pool, transports, thread, stores, masks)
 
 
 async def open_solo(

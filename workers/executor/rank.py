@@ -9,9 +9,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +28,11 @@ from workers.errors import InvalidRequest
 from workers.executor.adapters import RankAdapters
 from workers.executor.cuda_graphs import DecodeGraphs
 from workers.executor.device_sampler import sample_rows
-from workers.executor.disk_cache import DiskCache
 from workers.executor.grammar_masks import NO_MASKS, GrammarMasks, StepMasks
 from workers.executor.inputs import StepArrays, step_arrays
 from workers.executor.kv_pool import KVPool
 from workers.executor.logprobs import as_logprobs, log_probabilities
-from workers.executor.remote_cache import RemoteCache
+from workers.executor.rank_store import RankStore
 from workers.executor.remote_kv import Lender, RemoteStates
 from workers.executor.threads import ComputeThread
 from workers.executor.warm_up import compiling_steps, short_steps
@@ -85,15 +85,14 @@ class Rank:
         pool: KVPool,
         transports: TransportSet,
         thread: ComputeThread,
-        disk: DiskCache | None = None,
-        remote: RemoteCache | None = None,
+        stores: Iterable[RankStore[Any]] = (),
         masks: GrammarMasks | None = None,
     ) -> None:
         """`masks` None: this rank does not sample, or grammars are not installed."""
         self.facts = facts
         # On a CPU a step takes long: prompts that arrive should not wait for two.
         self.runs_ahead = pool.region.device != "cpu"
-        self.caches = {cache.tier: cache for cache in (disk, remote) if cache is not None}
+        self.caches = {store.tier: store for store in stores}
         self._masks = masks
         self._part = part
         self._pool = pool
@@ -165,7 +164,7 @@ class Rank:
             return time.monotonic_ns()
         return self._part.model.ticks
 
-    def stores(self, changed: Callable[[], None]) -> tuple[DiskCache | RemoteCache, ...]:
+    def stores(self, changed: Callable[[], None]) -> tuple[RankStore[Any], ...]:
         for cache in self.caches.values():
             cache.changed = changed
         return tuple(self.caches.values())

@@ -1,44 +1,27 @@
-"""A server of KV blocks as a tier of the prefix cache: adapts a remote store, and the host blocks of a rank, to the
-engine's `BlockStore` port.
-"""
+"""A server of KV blocks as a tier of the prefix cache."""
 
-import asyncio
 import logging
 import ssl
-import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from workers.config import WorkerConfig
 from workers.engine.cache_log import Tier
 from workers.errors import KVStoreError
 from workers.executor.disk_cache import kv_fingerprint
 from workers.executor.kv_pool import KVPool
-from workers.stats import TierStats
+from workers.executor.rank_store import RankStore
 
 if TYPE_CHECKING:
-    from workers.kv_store.remote_store import RemoteStore
+    from workers.kv_store.remote_store import RemoteStore  # noqa: F401
 
 logger = logging.getLogger(__name__)
 
 
-class RemoteCache:
-    """Owned by a rank, which closes it. Used on one event loop. `changed` is called when a read has ended."""
-
+class RemoteCache(RankStore["RemoteStore"]):
     tier = Tier.REMOTE
-
-    def __init__(self, store: "RemoteStore", pool: KVPool, shared_as: str) -> None:
-        self.store = store
-        self.shared_as = shared_as
-        self.read_byte_s = store.read_byte_s
-        self.changed: Callable[[], None] = lambda: None
-        self._host = pool.host.flatten(1).view(torch.uint8).numpy()  # [host block, byte], the same memory
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
 
     def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
         self.store.added, self.store.known.gone = added, gone
@@ -54,62 +37,6 @@ class RemoteCache:
             self._begin(find())
         else:
             found(0)
-
-    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
-        async def write() -> None:
-            done(await self.written(name, prefix, block))
-
-        self._begin(write())
-
-    async def written(self, name: bytes, prefix: int | None, block: int) -> bool:
-        """As `write`."""
-        return await self.store.write(name, self._host[block].data, prefix)
-
-    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
-        async def read() -> None:
-            begun_s = time.monotonic()
-            arrived = await self.arrived(name, block, timeout_s)
-            done(arrived, time.monotonic() - begun_s)
-            self._tell()
-
-        self._begin(read())
-
-    async def arrived(self, name: bytes, block: int, timeout_s: float) -> bool:
-        """As `read`."""
-        return await self.store.read(name, self._host[block].data, timeout_s)
-
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _tell(self) -> None:
-        if not self._closed:
-            self.changed()
-
-    def forget(self, names: Iterable[bytes]) -> None:
-        self.store.forget(names)
-
-    def stats(self) -> TierStats:
-        found, size = self.store.stats(), self._host.shape[1]
-        stopped = ("reads stopped", found.stopped_reads), ("writes stopped", found.stopped_writes)
-        return TierStats(
-            "remote",
-            blocks=found.known,
-            block_bytes=size,
-            read_bytes=found.reads * size,
-            written_bytes=found.writes * size,
-            dropped_blocks=found.writes_dropped,
-            late=found.late,
-            failures=found.failures + found.corrupt,
-            problem="; ".join(f"{what}: {why}" for what, why in stopped if why),
-        )
-
-    async def close(self) -> None:
-        """End what is in progress; what is stored stays on the server."""
-        self._closed = True
-        await self.store.close()
-        await asyncio.gather(*self._tasks)
 
 
 def open_remote_cache(config: WorkerConfig, pool: KVPool) -> RemoteCache | None:

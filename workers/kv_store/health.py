@@ -1,14 +1,49 @@
-"""Whether a device or a server that stores KV blocks is used: not after several failures in a row."""
+"""What a device or a server that stores KV blocks did, and whether it is used: not after several failures in a row."""
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # in a row: the device or the server is at fault
 PROBE_PAUSE_S = 5.0  # until the first probe; then twice as long each time
 MAX_PROBE_PAUSE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class KVStoreStats:
+    """`num_stored`: in its own slab, or known to be on the server. `num_slots`: of the slab. `reads` and `writes`
+    succeeded; `reads` has those of peers. `late`: past their deadline. `stopped_*`: why the device, the server, or a
+    peer's slab, is no longer used.
+    """
+
+    num_stored: int
+    num_slots: int = 0
+    recovered: int = 0
+    is_direct: bool = False
+    reads: int = 0
+    peer_reads: int = 0
+    read_failures: int = 0
+    corrupt: int = 0
+    writes: int = 0
+    write_failures: int = 0
+    writes_dropped: int = 0
+    late: int = 0
+    stopped_reads: str = ""
+    stopped_writes: str = ""
+    stopped_peers: str = ""
+
+    @property
+    def problem(self) -> str:
+        """All of what is stopped."""
+        whys = {
+            "reads stopped": self.stopped_reads,
+            "writes stopped": self.stopped_writes,
+            "a peer's slab": self.stopped_peers,
+        }
+        return "; ".join(f"{what}: {why}" for what, why in whys.items() if why)
 
 
 class StoreHealth:

@@ -13,13 +13,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from workers.errors import KVStoreError
 from workers.kv_store.abandoned import remove_abandoned
-from workers.kv_store.health import StoreHealth
+from workers.kv_store.health import KVStoreStats, StoreHealth
 from workers.kv_store.io_threads import (
     CLOSE_TIMEOUT_S,
     CORRUPT,
@@ -51,29 +50,6 @@ from workers.kv_store.slot_index import SlotIndex
 logger = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class KVStoreStats:
-    """`num_stored`: in its own slab. `reads` and `writes` succeeded; `reads` has those of peers. `late`: past their
-    deadline. `stopped_*`: why the device, or a peer's slab, is no longer used.
-    """
-
-    num_slots: int
-    num_stored: int
-    recovered: int
-    is_direct: bool
-    reads: int = 0
-    peer_reads: int = 0
-    read_failures: int = 0
-    corrupt: int = 0
-    writes: int = 0
-    write_failures: int = 0
-    writes_dropped: int = 0
-    late: int = 0
-    stopped_reads: str = ""
-    stopped_writes: str = ""
-    stopped_peers: str = ""
 
 
 class KVStore:

@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -28,7 +27,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from workers.errors import KVStoreError
-from workers.kv_store.health import StoreHealth
+from workers.kv_store.health import KVStoreStats, StoreHealth
 from workers.kv_store.io_threads import (
     CLOSE_TIMEOUT_S,
     CORRUPT,
@@ -57,21 +56,6 @@ MAX_ASKED = 256  # names in one question
 DEFAULT_BYTE_S = 1e-8  # of a server that does not answer at the start
 PROBE_READS = 8
 READ_BYTES = 1 << 20  # that the client takes from its socket at once: fewer, larger copies
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteStoreStats:
-    """`reads` and `writes` succeeded. `known`: blocks that this worker has written or read, and not missed since."""
-
-    known: int
-    reads: int
-    writes: int
-    failures: int
-    corrupt: int
-    writes_dropped: int
-    late: int
-    stopped_reads: str
-    stopped_writes: str
 
 
 class RemoteStore:
@@ -108,13 +92,14 @@ class RemoteStore:
             self._reads.stop(self._problem)
             self._writes.stop(self._problem)
 
-    def stats(self) -> RemoteStoreStats:
-        return RemoteStoreStats(
-            known=len(self.known),
+    def stats(self) -> KVStoreStats:
+        return KVStoreStats(
+            num_stored=len(self.known),
             reads=self._read,
-            writes=self._written,
-            failures=self._reads.failures + self._writes.failures,
+            read_failures=self._reads.failures,
             corrupt=self._corrupt,
+            writes=self._written,
+            write_failures=self._writes.failures,
             writes_dropped=self._dropped,
             late=self._copies.late,
             stopped_reads=self._reads.stopped,
