@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ CONNECT_TIMEOUT_S = 90.0
 REACH_TIMEOUT_S = 5.0
 OPEN_ADVICE = "check RAY_ADDRESS and RAY_AUTH_MODE, or unset RAY_ADDRESS"
 JOIN_ADVICE = "set RAY_ADDRESS to the Ray on which the cluster is served, and RAY_AUTH_TOKEN to its token"
+MIN_OPEN_FILES = 256  # of a process; a worker of a small cluster has about 80
 LOCAL_STORE_BYTES = 100 * 1024 * 1024  # KV and tokens never pass through the object store
 
 
@@ -47,6 +49,7 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
         progress(f"joining Ray at {address}")
         options["address"] = address
     else:
+        _check_open_files()
         progress("starting Ray on this machine")
         os.environ.setdefault("RAY_USE_UVLOOP", "0")  # its clock has whole milliseconds, too few for steps and links
         options |= {
@@ -60,6 +63,16 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
         }
     await _init(options, address, OPEN_ADVICE, progress)
     return RayRuntime(spec.name, owns_ray=not address, logs=spec.logs, session_file="" if address else _announced(spec))
+
+
+def _check_open_files() -> None:
+    """Ray raises the soft limit itself; below that it hangs in its start. Raises `RuntimeUnavailable`."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < MIN_OPEN_FILES and limit != resource.RLIM_INFINITY:
+        raise RuntimeUnavailable(
+            f"a process may have {limit} files open here, and Ray needs {MIN_OPEN_FILES}; raise the hard limit of open "
+            "files (ulimit -Hn, LimitNOFILE= of a systemd unit)"
+        )
 
 
 def _announced(spec: ClusterSpec) -> str:

@@ -1,5 +1,6 @@
 """An impossible parallel setting is refused by `diptych serve` itself, in one line and with exit code 1."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,20 @@ def test_an_impossible_setting_is_refused_at_start(tmp_path: Path, parallel: dic
     errors = [line for line in ended.stderr.splitlines() if line.startswith("Error: ")]
     assert len(errors) == 1 and words in errors[0], ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_too_few_open_files_are_refused_before_ray_starts(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(laptop(executor="modelled")))
+    ended = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "serve", "-f", str(path)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    said = "Error: a process may have 100 files open here, and Ray needs 256; raise the hard limit of open files"
+    assert ended.returncode == 1 and said in ended.stderr, ended.stdout + ended.stderr
+    assert "starting Ray" not in ended.stdout

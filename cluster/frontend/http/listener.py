@@ -4,6 +4,7 @@ It counts at `accept`, so a connection counts until its socket is closed, and du
 only.
 """
 
+import errno
 import logging
 import os
 import resource
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 4096  # or half of the process's limit of open files, if that is less
 MAX_CONNECTIONS_PER_ADDRESS = 1024  # and at most a quarter of all; a proxy is one address
 REFUSED_AT_ONCE = 64  # then other callbacks of the loop run
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # of these, asyncio tries again after a second
 LOG_S = 10.0
 DEAD_S = 40.0  # a dead network ends a connection, as over gRPC
 # TCP probes an idle connection: seconds of silence before a probe, interval, number of probes. One with unacknowledged
@@ -39,11 +41,23 @@ class Listener(socket.socket):
         self._max_per_address = min(MAX_CONNECTIONS_PER_ADDRESS, self._max // 4)
         self._open: Counter[str] = Counter()  # by client address
         self._logged_s = -LOG_S
+        self._is_exhausted = False
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Like `socket.accept`. After many refusals in a row it raises ConnectionAbortedError: asyncio then pauses."""
+        """Like `socket.accept`. After many refusals in a row it raises BlockingIOError: asyncio then pauses.
+
+        So it does after an error that asyncio logs, because asyncio calls 2048 times in a row, even after such an error
+        (CPython issue 151615).
+        """
+        if self._is_exhausted:
+            self._is_exhausted = False
+            raise BlockingIOError
         for _ in range(REFUSED_AT_ONCE):
-            accepted, address = super().accept()
+            try:
+                accepted, address = super().accept()
+            except OSError as error:
+                self._is_exhausted = error.errno in EXHAUSTED
+                raise
             host = address[0]
             if self._open.total() < self._max and self._open[host] < self._max_per_address:
                 self._open[host] += 1
@@ -52,7 +66,7 @@ class Listener(socket.socket):
                 return counted, address
             accepted.close()
             self._log(host)
-        raise ConnectionAbortedError
+        raise BlockingIOError
 
     def _release(self, host: str) -> None:
         self._open[host] -= 1

@@ -19,6 +19,7 @@ from cluster.frontend.servers import Servers
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.guarded import Files, guarded
 from tests.frontend.http.opened import Clients, opened
+from tests.kvtransfer.peers import no_descriptors_left
 
 ASK = {"prompt": "hello", "max_tokens": 4}
 BODY = json.dumps(ASK).encode()
@@ -174,6 +175,23 @@ def test_connections_are_limited_in_all(monkeypatch: pytest.MonkeyPatch, most: i
     for each in (*clients, *accepted, opened):
         each.close()
     assert opened.num_open == 0
+
+
+async def test_without_descriptors_it_says_so_once_a_second_and_then_accepts_again() -> None:
+    loop, errors = asyncio.get_running_loop(), list[str]()
+    loop.set_exception_handler(lambda _, context: errors.append(str(context)))
+    async with opened(FakeDispatcher()) as (_, servers):
+        port = int(servers.http_url.rsplit(":", 1)[1])
+        with socket.socket() as waiting:
+            waiting.setblocking(False)
+            with no_descriptors_left():
+                await loop.sock_connect(waiting, ("127.0.0.1", port))
+                await until(lambda: bool(errors))
+                await asyncio.sleep(0.2)
+            assert len(errors) == 1 and "out of system resource" in errors[0]
+            await loop.sock_sendall(waiting, head(len(BODY)) + BODY)
+            async with asyncio.timeout(5.0):
+                assert (await loop.sock_recv(waiting, 100)).startswith(b"HTTP/1.1 200")
 
 
 async def test_an_unfinished_tls_handshake_counts_as_a_connection(
