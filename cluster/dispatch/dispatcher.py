@@ -108,8 +108,9 @@ class Dispatcher:
     ) -> None:
         """Run one request, and `emit` each event: Accepted, Delta..., Completed. Cancellation ends it on every worker.
 
-        `arrived_ns` (by `cluster.observe.ledger.now_ns`): the begin of the ledger, which then includes the gateway's
-        work before this call. Errors: `cluster.events`, and `InvalidRequest` for an unknown class or tenant.
+        `deadline_s` counts from now. `arrived_ns` (by `cluster.observe.ledger.now_ns`): the begin of the ledger, which
+        then includes the gateway's work before this call. Errors: `cluster.events`, and `InvalidRequest` for an unknown
+        class or tenant.
         """
         request = replace(self._classes.resolved(request), origin=f"{self._process}.{next(self._numbers)}")
         await self._runner.run(request, emit, deadline_s, now_ns() if arrived_ns is None else arrived_ns)
@@ -143,7 +144,7 @@ class Dispatcher:
         return self.discovery.capacity()
 
     def view_change(self) -> Awaitable[object]:
-        """Done after the next change of the membership or of a worker's state; statistics do not count."""
+        """Done after the next change, from this call on, of the membership or a worker's state (not of statistics)."""
         return self.discovery.change()
 
     async def audit(self) -> ClusterView:
@@ -165,7 +166,7 @@ class Dispatcher:
         )
 
     def count_refusal(self, class_name: str, cause: str) -> None:
-        """Count a request that the frontend refused."""
+        """Count a request that the frontend refused. `cause`: one of `slo_attainment.REASONS`."""
         self._observer.on_rejected(class_name, cause)
 
     def recent(self) -> Recent:
@@ -187,7 +188,7 @@ class Dispatcher:
         return await on_each(clients, pool, lambda worker: worker.warm(request, ttl_s, WARM_TIMEOUT_S))
 
     async def unpin(self, request: Request | None, pool: str) -> tuple[CachedPrompt, ...]:
-        """Unpin a prompt, or all (None), on all workers that prefill."""
+        """Unpin a prompt, or all (None), on all workers that prefill. Errors of both: `InvalidRequest`."""
         return await on_each(self.discovery.clients.values(), pool, lambda worker: worker.unpin(request))
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:

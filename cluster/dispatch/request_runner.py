@@ -215,7 +215,7 @@ class RequestRunner:
         try:
             if not placement.colocated:
                 await attempt.reserve(self._reserving_s(state))
-                self._policy.reserved(key, _now_s())
+                self._policy.active.reserved(key, _now_s())
             accepted = Accepted(
                 request_id=state.request.id,
                 attempt=state.request.attempt,
@@ -408,7 +408,7 @@ class RequestRunner:
         return True
 
     def _on_moved(self, state: RequestState, source: str, target: str) -> None:
-        self._policy.moved(state.request.key, target)
+        self._policy.active.moved(state.request.key, target)
         state.moves.append((now_ns(), target))
         state.token_observers = self._observer.token_observers(state.request, target)
         self._observer.on_moved(state.request, source, target)

@@ -8,7 +8,6 @@ Pure. The only module that knows routers by name.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from msgspec import structs
@@ -35,35 +34,9 @@ from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, 
 from cluster.policy.routing.slo.router import SLORouter
 from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
-from cluster.spec import ADMISSION, ROUTING, ClusterSpec, SpecError
+from cluster.spec import ClusterSpec
 from diptych.view import WorkerView
-from workers.request import SLO, FinishReason, Request
-
-
-@dataclass(frozen=True, slots=True)
-class RouterContext:
-    """What a router is built from."""
-
-    active: ActiveRequests
-    latency: LatencyPredictor
-    random_source: SplitMix64
-    lengths: LengthPredictor
-    index: PrefixIndex
-    slo: SLO
-
-
-_ROUTERS: dict[str, Callable[[RouterContext], Router]] = {
-    "least-loaded": lambda parts: LeastLoaded(),
-    "random": lambda parts: Random(parts.random_source),
-    "round-robin": lambda parts: RoundRobin(),
-    "distserve": lambda parts: DistServe(),
-    "splitwise": lambda parts: Splitwise(parts.latency, parts.active),
-    "mooncake": lambda parts: Mooncake(parts.latency, parts.index),
-    "mooncake-local": lambda parts: MooncakeLocal(parts.latency, parts.index),
-    "slo": lambda parts: SLORouter(
-        parts.latency, parts.index, parts.active, parts.slo, partial(expected_tokens, parts.lengths)
-    ),
-}
+from workers.request import FinishReason, Request
 
 
 class Policy:
@@ -192,10 +165,6 @@ class Policy:
         """Predicted length of the answer; at least 2 where the request may decode at all."""
         return max(min(2, longest_answer(request)), expected_tokens(self.lengths, request))
 
-    def reserved(self, key: str, now_s: float) -> None:
-        """The decode worker reserved blocks, so the prompt is sent now. Unknown keys are ignored."""
-        self.active.reserved(key, now_s)
-
     def prefilled(self, key: str, now_s: float, compute_s: float | None = None) -> None:
         """The attempt's first token arrived; computing its prompt took `compute_s`.
 
@@ -205,10 +174,6 @@ class Policy:
         work = self.active.prefilled(key, now_s)
         if work is not None and not work.is_cut:
             self._latency.learn_prompt(work, compute_s)
-
-    def moved(self, key: str, worker: str) -> None:
-        """The attempt now decodes on another worker. Unknown keys are ignored."""
-        self.active.moved(key, worker)
 
     def replace(self, ask: PlacementRequest, key: str, placement: Placement) -> Placement:
         """Replace the attempt `key`, which has not started, by one with this placement. Returns `for_client`."""
@@ -235,31 +200,32 @@ class Policy:
 
 
 def open_policy(spec: ClusterSpec, seed: int, lengths: LengthPredictor | None = None) -> Policy:
-    """The policy that `spec.gateway` names. Raises `SpecError`.
-
-    `lengths` predicts answer lengths; the default learns them.
-    """
-    routing, admission = spec.gateway.routing, spec.gateway.admission
-    for name, known in ((routing, ROUTING), (admission, ADMISSION)):
-        if name not in known:
-            raise SpecError(f"gateway: {name!r} is not one of {', '.join(known)}")
+    """The policy that `spec.gateway` names. `lengths` predicts answer lengths; the default learns them."""
     active = ActiveRequests()
     latency = LatencyPredictor(spec, active)
     lengths = lengths or LearnedLengths()
+    expected = partial(expected_tokens, lengths)
     index = PrefixIndex(expect_s=EXPECT_S + spec.gateway.cache_events_interval_s)
-    parts = RouterContext(active, latency, SplitMix64(seed), lengths, index, spec.gateway.slo)
+    routers: dict[str, Callable[[], Router]] = {
+        "least-loaded": LeastLoaded,
+        "random": lambda: Random(SplitMix64(seed)),
+        "round-robin": RoundRobin,
+        "distserve": DistServe,
+        "splitwise": lambda: Splitwise(latency, active),
+        "mooncake": lambda: Mooncake(latency, index),
+        "mooncake-local": lambda: MooncakeLocal(latency, index),
+        "slo": lambda: SLORouter(latency, index, active, spec.gateway.slo, expected),
+    }
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,
         "predictive": lambda: Predictive(spec.gateway.slo, latency, active),
-        "slo": lambda: SLOAdmission(
-            spec.gateway, latency, active, partial(expected_tokens, lengths), spec.health.heartbeat_s
-        ),
+        "slo": lambda: SLOAdmission(spec.gateway, latency, active, expected, spec.health.heartbeat_s),
     }
     migrations = MigrationPlanner(latency, active, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
     requeue = Requeue(latency, active, index, is_on=spec.gateway.rebalance, ttft_s=spec.gateway.slo.ttft_s)
     return Policy(
-        router=_ROUTERS[routing](parts),
-        admission=judges[admission](),
+        router=routers[spec.gateway.routing](),
+        admission=judges[spec.gateway.admission](),
         latency=latency,
         active=active,
         index=index,

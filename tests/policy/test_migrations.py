@@ -54,7 +54,7 @@ class Scenario:
 
     def end(self, move: Move, *, moved: bool = True) -> None:
         if moved:
-            self.story.policy.moved(move.key, move.target)
+            self.story.policy.active.moved(move.key, move.target)
         self.planner.ended(move, self.now_s, moved=moved)
 
 

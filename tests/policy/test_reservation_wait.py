@@ -64,7 +64,7 @@ def test_a_wait_is_predicted_exactly_where_the_engine_would_make_it_wait(
             return
         assert wait_s == 0.0
         story.policy.began(ask, BY_HAND)
-        story.policy.reserved(wanted.key, story.now_s)
+        story.policy.active.reserved(wanted.key, story.now_s)
         if begun[number]:
             story.prefilled(wanted)
             engine.reservations.fetched(wanted.key, story.now_s)
@@ -82,7 +82,7 @@ def test_earlier_reservations_go_first() -> None:
         waits_s.append(reserving.seconds(ask, busy))
         story.policy.began(ask, BY_HAND)
         if not number:
-            story.policy.reserved(wanted.key, story.now_s)
+            story.policy.active.reserved(wanted.key, story.now_s)
             story.prefilled(wanted)
     assert waits_s == [0.0, *(pytest.approx(each) for each in (0.11, 0.32, 0.53))], "eleven tokens, and a prompt each"
 

@@ -235,7 +235,7 @@ def test_a_prompt_that_waited_for_memory_is_no_sample_of_speed(compute_s: float 
         wanted = request(f"r{n}", length=100)
         story.send(picture, wanted)
         story.now_s += 5.0
-        story.policy.reserved(wanted.key, story.now_s)
+        story.policy.active.reserved(wanted.key, story.now_s)
         story.now_s += 0.4
         story.policy.prefilled(wanted.key, story.now_s, compute_s=compute_s)
         story.ended(wanted)
