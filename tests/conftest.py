@@ -14,12 +14,14 @@ Marks, on a test or as a file's `pytestmark`, select:
 `pytest tests/some/test_x.py` runs everything in the file.
 
 Property tests use the same examples every time, so a run is reproducible. `make fuzz` uses new ones; an example that
-fails becomes an `@example`. Examples have no deadline, so a busy machine fails none.
+fails becomes an `@example`. Examples have no deadline, so a busy machine fails none. Of the slow tests' examples
+(tests/examples.py) `make test` draws a third.
 
 The tests run on two processes, a file at a time. The tests in tests/ray are one unit, which runs first: it takes
 longest, and two Ray clusters would slow each other down.
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -29,6 +31,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import examples
 
 RAY = "tests/ray/"
 
@@ -45,6 +49,10 @@ CALM: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.
 settings.register_profile("everyday", derandomize=True, **CALM)
 settings.register_profile("fuzz", derandomize=False, print_blob=True, **CALM)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "everyday"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    examples.is_fast = "not full" in config.option.markexpr
 
 
 def unit(nodeid: str) -> str:
@@ -85,10 +93,7 @@ def pytest_collection_finish() -> None:
     """Exclude modules and tests from garbage collection: they live until the end."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # extensions warn at exit about leftover objects
+    atexit.register(gc.unfreeze)  # after pytest's last collections; extensions warn about leftover objects
 
 
 @pytest.hookimpl(trylast=True)

@@ -115,6 +115,7 @@ IMPURE = {"time", "random", "secrets", "socket", "threading", "torch", "numpy"}
 COLUMNS = tuple(f"cluster.policy.routing.slo.{name}" for name in ("shortlist", "worker_table", "cost_tables"))
 
 
+@cache
 def modules() -> list[tuple[str, ast.Module]]:
     found = []
     for package in PACKAGES:
@@ -159,11 +160,8 @@ def draws(tree: ast.Module) -> bool:
     return named or any(below(each, ("numpy.random",)) for each in imports(tree))
 
 
-MODULES = modules()
-
-
 def test_imports_point_down() -> None:
-    for name, tree in MODULES:
+    for name, tree in modules():
         if "." not in name and name not in RANK:
             assert not [each for each in imports(tree) if room(each)], f"the package {name} imports its own modules"
             continue
@@ -175,16 +173,16 @@ def test_imports_point_down() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    names = {name for name, _ in MODULES}
+    names = {name for name, _ in modules()}
     found = {
         name: {owner for each in imports(tree) if (owner := nearest(each, names)) and owner != name}
-        for name, tree in MODULES
+        for name, tree in modules()
     }
     TopologicalSorter(found).prepare()  # raises CycleError, which names them
 
 
 def test_heavy_libraries_stay_in_their_rooms() -> None:
-    for name, tree in MODULES:
+    for name, tree in modules():
         for imported in imports(tree):
             top = imported.split(".")[0]
             assert top not in HEAVY or below(name, HEAVY[top]), f"{name} imports {top}"
@@ -194,7 +192,7 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
 
 
 def test_cluster_imports_only_the_ticket_and_the_errors_of_kvtransfer() -> None:
-    for name, tree in MODULES:
+    for name, tree in modules():
         if not name.startswith("cluster.") or below(name, ("cluster.cli",)):
             continue
         allowed = ("kvtransfer.ticket", "kvtransfer.errors")
@@ -203,7 +201,7 @@ def test_cluster_imports_only_the_ticket_and_the_errors_of_kvtransfer() -> None:
 
 
 def test_cluster_sees_of_workers_a_short_list() -> None:
-    for name, tree in MODULES:
+    for name, tree in modules():
         if not name.startswith("cluster."):
             continue
         allowed = (*WAIST, *PARTS) if below(name, COMPOSERS) else WAIST
@@ -212,13 +210,13 @@ def test_cluster_sees_of_workers_a_short_list() -> None:
 
 
 def test_only_the_request_runner_sees_request_states() -> None:
-    for name, tree in MODULES:
+    for name, tree in modules():
         sees = any(below(each, ("cluster.dispatch.request_state",)) for each in imports(tree))
         assert not sees or name == "cluster.dispatch.request_runner", f"{name} imports the state of running requests"
 
 
 def test_the_client_imports_no_serving_code() -> None:
-    for name, tree in MODULES:
+    for name, tree in modules():
         tops = {imported.split(".")[0] for imported in imports(tree)}
         if name.startswith("diptych"):
             assert tops <= CLIENT | sys.stdlib_module_names, f"{name} imports {tops - CLIENT - sys.stdlib_module_names}"
@@ -229,7 +227,7 @@ def test_the_client_imports_no_serving_code() -> None:
 
 def test_no_two_public_classes_have_the_same_name() -> None:
     owners: dict[str, list[str]] = {}
-    for name, tree in MODULES:
+    for name, tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 owners.setdefault(node.name, []).append(name)

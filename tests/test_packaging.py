@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 from cluster.cli import COMMANDS
 from cluster.cli.extras import EXTRAS
-from tests.test_imports import MODULES, imports
+from tests.test_imports import imports, modules
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -141,7 +141,7 @@ def test_each_library_of_the_messages_is_in_its_extra() -> None:
 
 def test_whatever_we_import_is_required_somewhere() -> None:
     there = libraries("all", "bench") | sys.stdlib_module_names | ELSEWHERE
-    for name, tree in MODULES:
+    for name, tree in modules():
         if name in ("benchmarks.clients.cases", "benchmarks.clients.parsers"):  # run in the clients' own environments
             continue
         beside = {"tests"} if name.startswith("benchmarks") else set()  # benchmarks run from the tree

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_imports import MODULES, ROOT, below, imports
+from tests.test_imports import ROOT, below, imports, modules
 
 FOLDERS = ("cluster", "workers", "kvtransfer", "proto", "benchmarks", "tests", "examples", "docs", "helm")
 REMOVED = {  # from the standard library, by 3.12 and 3.13
@@ -66,7 +66,7 @@ def test_newer_pythons_read_every_file(version: str) -> None:
 
 
 def test_private_names_of_torch_stay_in_the_operations_and_the_model() -> None:
-    for name, tree in MODULES:
+    for name, tree in modules():
         if not below(name, ("workers.ops", "workers.model", "benchmarks")):
             assert not private_torch(tree), f"{name} uses {private_torch(tree)}, which another torch may not have"
             assert not compares_torch_version(tree), f"{name} depends on torch's version"

@@ -14,8 +14,9 @@ from click.testing import CliRunner, Result
 
 from cluster.cli import main
 from cluster.frontend.servers import Servers
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context
 from tests.frontend.http.guarded import KEY, Files
+from tests.frontend.tokenizers import ByteTokenizer
 
 ENVIRONMENT = (
     "DIPTYCH_API_KEY",

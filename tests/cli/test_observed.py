@@ -23,7 +23,8 @@ from click.testing import CliRunner, Result
 from cluster.cli import main
 from cluster.frontend.grpc.server import GrpcServer
 from diptych.client import AsyncClient
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context
+from tests.frontend.tokenizers import ByteTokenizer
 from tests.model.tiny import write_tiny_llama
 from tests.offline.report.trace_rules import check
 

@@ -175,7 +175,7 @@ async def test_cache_events_are_read_when_new_and_not_too_often() -> None:
 async def index_of(subject: Cluster, expected: dict[str, int], wanted: tuple[int, ...]) -> None:
     """Wait until the gateway's index knows this of the prompt. News come by themselves."""
     policy = subject.dispatcher._policy
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         while True:
             found = policy.index.matches(chain(wanted), float("inf"))
             if {name: match.tokens for name, match in found.items()} == expected:

@@ -109,7 +109,7 @@ async def test_gateways_report_what_they_served_every_period() -> None:
         events = await subject.run(request("a", 40, max_tokens=9))
         while not any(each.samples for each in reports):
             heard.clear()
-            await asyncio.wait_for(heard.wait(), 5.0)
+            await asyncio.wait_for(heard.wait(), 30.0)
     assert sum(each.arrived for each in reports) == 1 and sum(each.arrived_tokens for each in reports) == 40
     ((sample,),) = [each.samples for each in reports if each.samples]
     assert any(isinstance(event, Accepted) for event in events) and len(tokens_of(events)) == 9
@@ -134,7 +134,7 @@ async def test_a_report_that_is_lost_costs_only_what_it_counted() -> None:
         controller.report = report
         for name in ("a", "b"):
             await subject.run(request(name, 40, max_tokens=9))
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(30.0):
                 while sum(each.arrived for each in (*lost, *reports)) < (1 if name == "a" else 2):
                     await asyncio.sleep(0.01)
     assert sum(each.arrived for each in lost) == sum(each.arrived for each in reports) == 1

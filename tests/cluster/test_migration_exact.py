@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.events import Delta, Event
@@ -15,6 +15,7 @@ from cluster.runtime.interface import WorkerOrder
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import Cluster, cluster, completed, generate, tokens_of
+from tests.examples import examples
 from tests.model.families import write_family
 from tests.model.grammars import GRAMMARS
 from tests.model.tiny import write_tiny_llama
@@ -114,7 +115,7 @@ def asked(length: int, seed: int, max_tokens: int, *, greedy: bool) -> Request:
     return Request("", prompt, replace(sampling, max_tokens=max_tokens, ignore_eos=True))
 
 
-KEPT = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+KEPT = examples(20)
 PAIRS = [(a, b) for a in WORKERS for b in WORKERS if a != b]
 
 

@@ -15,7 +15,8 @@ from cluster.frontend.parallel_sampling import answer_seed
 from cluster.frontend.text import GatewayEvent, TextDelta, TokenPrompt
 from cluster.spec import ClusterSpec
 from tests.cluster.local import Cluster, cluster, mixed_spec, split_spec
-from tests.frontend.grpc.fake import ByteDetokenizer, ByteTokenizer, gateway_without_servers
+from tests.frontend.grpc.fake import gateway_without_servers
+from tests.frontend.tokenizers import ByteDetokenizer, ByteTokenizer
 from tests.model.tiny import write_tiny_llama
 from workers.costs import LinearCost
 from workers.executor.modelled import modelled_token

@@ -14,7 +14,7 @@ import pytest
 from cluster.events import Rejected
 from cluster.frontend import preprocessing
 from cluster.frontend.preprocessing import GRAMMAR_NICENESS, HUGE_BYTES, PreprocessingPool
-from tests.frontend.grpc.fake import ByteTokenizer
+from tests.frontend.tokenizers import ByteTokenizer
 from workers.errors import InvalidRequest
 from workers.request import Grammar
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -22,6 +22,7 @@ from tests.engine.driving import (
     step,
     tokens_of,
 )
+from tests.examples import examples
 from workers.engine.sequence import Lease
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import FailedOut, FinishReason, TokenLogprobs, TokensOut
@@ -282,7 +283,7 @@ def test_out_of_blocks_the_youngest_is_preempted_and_still_gets_the_same_tokens(
         assert [e.first_position for e in answers(emitted) if e.key == key] == list(range(10))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObject) -> None:
     subject = engine(kv_blocks=data.draw(st.integers(8, 34)), max_batch_tokens=data.draw(st.integers(8, 20)))

@@ -5,11 +5,12 @@ And any order of arrivals, on a memory that records every token.
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.driving import Device, Pipeline, engine, next_token, request, tokens_of
 from tests.engine.test_race import ANY_RACE, BLOCK_BYTES, CHANGES, COSTS, SIZE, Race, Speed, end_reads
+from tests.examples import examples
 from workers.config import BATCHING
 from workers.costs import LinearCost
 from workers.engine.engine import Engine, EngineOutput
@@ -90,7 +91,7 @@ class FetchRace(Race):
     budget=st.sampled_from([64, 512, 4096]),
     others=st.sampled_from([0, 0, 7, 64, 600]),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_it_takes_no_longer_than_the_better_of_fetching_and_computing(
     blocks: int, rest: int, slow: float, cost: LinearCost, budget: int, others: int
 ) -> None:
@@ -99,7 +100,7 @@ def test_it_takes_no_longer_than_the_better_of_fetching_and_computing(
 
 
 @given(before=CHANGES, race=st.builds(FetchRace, **ANY_RACE))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_link_that_becomes_faster_or_slower_between_prompts_costs_at_most_a_chunk(
     before: float, race: FetchRace
 ) -> None:
@@ -107,7 +108,7 @@ def test_a_link_that_becomes_faster_or_slower_between_prompts_costs_at_most_a_ch
 
 
 @given(race=st.builds(FetchRace, **ANY_RACE, changes=st.floats(0.01, 2.0), slower=CHANGES))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_link_that_becomes_faster_or_slower_within_a_prompt_costs_at_most_two_chunks(race: FetchRace) -> None:
     assert race.run() <= 1.05 * race.better_s + 2 * race.chunk_s + 1e-9
 
@@ -149,7 +150,7 @@ def test_both_at_once_are_faster_than_either(blocks: int, most: float) -> None:
     draw=st.randoms(use_true_random=False),
     lost_after=st.integers(0, 40),
 )
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_whatever_arrives_when_every_token_attends_to_the_right_ones(
     length: int,
     fetched: int,

@@ -4,7 +4,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
@@ -22,6 +21,7 @@ from tests.engine.driving import (
     tokens_of,
 )
 from tests.engine.test_memory import EngineMachine
+from tests.examples import examples
 from workers.config import BATCHING
 from workers.costs import CostModel, LinearCost
 from workers.engine.cache_log import CacheLog, Tier
@@ -272,5 +272,5 @@ class HostMachine(EngineMachine):
         self.engine.prefix_fetches.end(fetch)
 
 
-HostMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+HostMachine.TestCase.settings = examples(60, stateful_step_count=60)
 TestHostMachine = HostMachine.TestCase

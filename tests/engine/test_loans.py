@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
 from kvtransfer.errors import LeaseLost, LoanRefused
 from tests.engine.driving import VOCAB, Device, engine, next_token, request, result, tokens_of
+from tests.examples import examples
 from workers.config import KEPT_SHARE
 from workers.engine.blocks import BlockPool
 from workers.engine.borrowing import BlockMove
@@ -416,7 +417,7 @@ def test_a_request_that_ends_while_its_span_comes_back_leaves_nothing() -> None:
             assert each.stats().free_blocks == each.stats().total_blocks and not len(each.loans)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     kv_blocks=st.integers(26, 60),
     lengths=st.lists(st.integers(1, 1500), min_size=1, max_size=4),

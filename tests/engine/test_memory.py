@@ -4,7 +4,6 @@ import contextlib
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -21,6 +20,7 @@ from tests.engine.driving import (
     step,
     tokens_of,
 )
+from tests.examples import examples
 from workers.config import BATCHING
 from workers.costs import LinearCost
 from workers.engine.engine import Engine
@@ -417,5 +417,5 @@ class EngineMachine(RuleBasedStateMachine):
             assert positions == list(range(positions[0], positions[0] + len(positions))) if positions else True
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+EngineMachine.TestCase.settings = examples(60, stateful_step_count=60)
 TestEngineMachine = EngineMachine.TestCase

@@ -4,10 +4,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.driving import Device, Pipeline, engine, next_token, request, tokens_of
+from tests.examples import examples
 from workers.config import BATCHING
 from workers.costs import LinearCost
 from workers.engine.engine import Engine
@@ -69,7 +70,7 @@ def test_a_group_of_decodes_stays_together() -> None:
         assert ended is not None and shape(begun) == shape(ended)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     depth=st.integers(1, 4),
     answers=st.lists(st.integers(2, 14), min_size=1, max_size=12),
@@ -155,7 +156,7 @@ def test_many_prompts_fill_the_budget_of_every_plan() -> None:
     assert [plan.num_tokens for plan in flow.fill()] == [16, 16]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(num_tokens=st.integers(1, 100_000), stages=st.integers(1, 8), step_s=st.floats(0, 1), token_s=st.floats(0, 0.1))
 def test_splitting_a_prompt_is_never_slower_than_running_it_whole(
     num_tokens: int, stages: int, step_s: float, token_s: float
@@ -299,7 +300,7 @@ def test_a_plan_is_committed_in_its_turn_only() -> None:
         flow.end()
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(data=st.data(), batching=st.sampled_from(BATCHING), depth=st.integers(1, 4))
 def test_every_depth_generates_the_same_tokens(data: st.DataObject, batching: str, depth: int) -> None:
     """Late arrivals, siblings, held prompts, tight pools, any budget, steps computed early or late."""

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.driving import engine, request, result
+from tests.examples import examples
 from workers.costs import LinearCost
 from workers.engine.blocks import prefix_hashes
 from workers.engine.cache_log import Tier
@@ -218,7 +219,7 @@ COSTS = st.builds(
     budget=st.sampled_from([64, 512, 4096]),
     others=st.sampled_from([0, 0, 7, 64, 600]),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_it_takes_no_longer_than_the_better_of_reading_and_computing(
     blocks: int, rest: int, slow: float, cost: LinearCost, budget: int, others: int
 ) -> None:
@@ -238,13 +239,13 @@ ANY_RACE = {
 
 
 @given(before=CHANGES, race=st.builds(Race, **ANY_RACE))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_store_that_becomes_faster_or_slower_between_prompts_costs_at_most_a_chunk(before: float, race: Race) -> None:
     assert race.run(before, before) <= 1.05 * (race.better_s + race.chunk_s) + 1e-9
 
 
 @given(race=st.builds(Race, **ANY_RACE, changes=st.floats(0.01, 2.0), slower=CHANGES))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_store_that_becomes_faster_or_slower_within_a_prompt_costs_at_most_two_chunks(race: Race) -> None:
     assert race.run() <= 1.05 * race.better_s + 2 * race.chunk_s + 1e-9
 

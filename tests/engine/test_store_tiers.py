@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from msgspec import structs
@@ -22,6 +21,7 @@ from tests.engine.driving import (
     tokens_of,
 )
 from tests.engine.test_host_cache import HostMachine
+from tests.examples import examples
 from workers.config import BATCHING
 from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes
@@ -505,7 +505,7 @@ class DiskMachine(HostMachine):
             self.far.run_all()
 
 
-DiskMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+DiskMachine.TestCase.settings = examples(80, stateful_step_count=60)
 TestDiskMachine = DiskMachine.TestCase
 
 

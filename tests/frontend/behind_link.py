@@ -7,7 +7,8 @@ import asyncio
 import sys
 
 from cluster.frontend.servers import Servers
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context
+from tests.frontend.tokenizers import ByteTokenizer
 
 
 async def main(address: str, step_s: float) -> None:

@@ -32,9 +32,10 @@ from diptych.access import Access
 from diptych.client import AsyncClient
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, split_spec
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context
 from tests.frontend.http.certificates import Authority
 from tests.frontend.http.guarded import KEY, Files
+from tests.frontend.tokenizers import ByteTokenizer
 from tests.helm.api_server import BUILT_IN, Store
 from tests.helm.chart import ROOT, of_kind, rendered, values
 from tests.helm.service_accounts import Accounts, PodsHandler, door_for_pods

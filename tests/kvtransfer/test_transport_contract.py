@@ -150,10 +150,10 @@ async def test_a_closed_transport_loses_reads_and_forgets_at_once(pair: Pair) ->
     await pair.transport.close()
     read = pair.read(whole_blocks((2, 2)))
     with pytest.raises(PeerLost):
-        await asyncio.wait_for(read.done, 1)
-    await asyncio.wait_for(read.settled, 1)
-    await asyncio.wait_for(pair.transport.forget(pair.name), 1)
-    await asyncio.wait_for(pair.transport.close(), 1)
+        await asyncio.wait_for(read.done, 30.0)
+    await asyncio.wait_for(read.settled, 30.0)
+    await asyncio.wait_for(pair.transport.forget(pair.name), 30.0)
+    await asyncio.wait_for(pair.transport.close(), 30.0)
 
 
 async def test_an_address_that_is_garbage_is_refused(pair: Pair) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.model.paging import ragged, scattered_tables
 from workers.ops.attention import NATIVE, REFERENCE, SDPA, TRITON, TRITON_INVARIANT, Attention
 from workers.ops.batch import RaggedBatch
@@ -104,7 +105,7 @@ def equals_the_reference(backend: Attention, case: Case) -> None:
 
 
 @pytest.mark.parametrize("backend", FAST, ids=lambda each: each.name)
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(case=cases())
 def test_backend_equals_the_reference(backend: Attention, case: Case) -> None:
     equals_the_reference(backend, case)
@@ -113,7 +114,7 @@ def test_backend_equals_the_reference(backend: Attention, case: Case) -> None:
 @pytest.mark.parametrize(
     "backend", [each for each in FAST if each not in (triton, invariant)], ids=lambda each: each.name
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(case=cases(vectors=(1,)))
 def test_a_latent_is_key_and_value(backend: Attention, case: Case) -> None:
     equals_the_reference(backend, case)
@@ -130,7 +131,7 @@ def test_the_reference_of_a_latent_is_that_of_equal_keys_and_values() -> None:
 
 
 @pytest.mark.skipif(triton_paged is None or DEVICE.type != "cpu", reason="no Triton here, or a GPU for it")
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(case=cases(longest=30), backend=st.sampled_from([TRITON, TRITON_INVARIANT]))
 def test_triton_equals_the_reference_in_its_interpreter(case: Case, backend: Attention) -> None:
     equals_the_reference(backend, case)
@@ -259,7 +260,7 @@ def cuts(draw: st.DrawFn, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("backend", [native] if DEVICE.type == "cpu" else [invariant], ids=lambda each: each.name)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_a_row_is_the_same_in_any_batch_and_any_cut(backend: Attention, data: st.DataObject, seed: int) -> None:
     """Bit for bit: the whole prompt alone, against its chunks in batches with others, on one thread and on two."""

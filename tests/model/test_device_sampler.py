@@ -7,10 +7,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.model.test_sampler import draw
 from workers.engine.step import Draw
 from workers.executor import device_sampler
@@ -79,7 +80,7 @@ def draws(data: st.DrawFn) -> Draw:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     rows=st.lists(draws(), min_size=1, max_size=5),
     vocab=st.sampled_from([50, 256, 1100]),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.digest import combine, digest_cells, host_digests
@@ -17,6 +17,7 @@ from kvtransfer.layout import DTYPE_BYTES, LATENT_ORDER, ORDER, KVLayout
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import Piece
 from kvtransfer.transport import PullOrder, Span
+from tests.examples import examples
 from tests.kvtransfer.peers import address_of, checked_order, open_set
 from workers.executor.kv_pool import KVPool, allocate_pool
 
@@ -51,7 +52,7 @@ def cells(draw: st.DrawFn) -> tuple[KVLayout, Piece, list[list[Span]]]:
     return layout, Piece(0, (head, head + 1), (layer, layer + 1)), rows
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(cells(), st.integers(0, 2**16))
 def test_digests_are_those_of_the_host(case: tuple[KVLayout, Piece, list[list[Span]]], seed: int) -> None:
     layout, box, rows = case

@@ -92,9 +92,10 @@ async def split(made: list[tuple[int, ...]], client: AsyncClient) -> dict[str, l
         answer.completed.ledger.check()
         return list(answer.output.tokens)
 
-    greedy = await asyncio.gather(*(ask(index, temperature=0.0) for index in range(len(made))))
-    seeded = await asyncio.gather(*(ask(index, seed=index, **SEEDED) for index in range(0, len(made), 2)))
-    return {"greedy": greedy, "seeded": seeded}
+    greedy = [ask(index, temperature=0.0) for index in range(len(made))]
+    seeded = [ask(index, seed=index, **SEEDED) for index in range(0, len(made), 2)]
+    answers = await asyncio.gather(*greedy, *seeded)
+    return {"greedy": answers[: len(made)], "seeded": answers[len(made) :]}
 
 
 async def colocated(made: list[tuple[int, ...]]) -> dict[str, list[list[int]]]:
@@ -114,7 +115,8 @@ async def colocated(made: list[tuple[int, ...]]) -> dict[str, list[list[int]]]:
 
         greedy = [ask(f"g{index}", prompt, temperature=0.0, seed=0) for index, prompt in enumerate(made)]
         seeded = [ask(f"s{index}", made[index], seed=index, **SEEDED) for index in range(0, len(made), 2)]
-        return {"greedy": await asyncio.gather(*greedy), "seeded": await asyncio.gather(*seeded)}
+        answers = await asyncio.gather(*greedy, *seeded)
+        return {"greedy": answers[: len(made)], "seeded": answers[len(made) :]}
 
 
 def reference_flips(made: list[tuple[int, ...]], outputs: list[list[int]]) -> list[tuple[int, int, float]]:

@@ -9,7 +9,8 @@ import pytest
 
 from cluster.frontend.grpc.server import GrpcServer
 from diptych.client import AsyncClient
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context
+from tests.frontend.tokenizers import ByteTokenizer
 
 OpenClient = Callable[..., Awaitable[AsyncClient]]
 

@@ -1,11 +1,9 @@
-"""A dispatcher and a tokenizer for servers under test: deterministic, no workers, every byte is a token."""
+"""A dispatcher for servers under test: deterministic, no workers."""
 
 import asyncio
-import codecs
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from cluster.dispatch.capacity import ServingCapacity, serving_capacity
@@ -29,50 +27,6 @@ T = TypeVar("T")
 MODEL = ModelView("bytes", context_length=8192, vocab_size=256)
 REPORT = TransferReport("lease-1", "memory", "in-process copy", 3, 4096, 1, 3, 1, 3, 0.002, 0.001, 0.003)
 LINK = LinkReport("decode-0", "prefill-0", "memory", "in-process copy", 1e-4, 2e9, ("nixl: not installed",))
-
-
-class ByteDetokenizer:
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, tokens: Sequence[int]) -> str:
-        return self._decoder.decode(bytes(tokens))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class ByteTokenizer:
-    longest_text_bytes: int | None = None
-    special_ids: Mapping[str, int] = MappingProxyType({})
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        return tuple(text.encode())
-
-    has_chat_template = True
-    info: Mapping[str, Any] = MappingProxyType({"tokenizer_class": "ByteTokenizer", "chat_template": None})
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> tuple[int, ...]:
-        named = "".join(f"[{tool.get('function', tool)['name']}]" for tool in tools)
-        return self.encode(named + "".join(f"<{message['role']}>{message['content']}\n" for message in messages))
-
-    def token_bytes(self, token: int) -> bytes:
-        return bytes((token,))
-
-    def check_grammar(self, grammar: Grammar) -> Grammar:
-        return grammar
-
-    def load_grammars(self) -> None:
-        """Nothing to load."""
-
-    def detokenizer(self, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> ByteDetokenizer:
-        return ByteDetokenizer()
 
 
 def counting(request: Request) -> bytes:
@@ -211,6 +165,12 @@ class FakeDispatcher:
             return ()
         top = tuple((rank, -1.0 - rank) for rank in range(request.sampling.logprobs))
         return tuple(TokenLogprobs(-token / 256, top) for token in tokens)
+
+
+def renewed(dispatcher: FakeDispatcher, script: Callable[[Request], bytes] = counting) -> FakeDispatcher:
+    """The same object as if it were new; it keeps its pools, which `gateway_context` sets."""
+    vars(dispatcher).update(vars(FakeDispatcher(script)) | {"pools": dispatcher.pools})
+    return dispatcher
 
 
 def view(state: WorkerState = WorkerState.READY, revision: int = 1, capacity_tokens: int = 4096) -> ClusterView:

@@ -21,7 +21,8 @@ from diptych.errors import DiptychError
 from diptych.shapes import Shape
 from diptych.v1 import admin_pb2, admin_pb2_grpc
 from diptych.view import Adapter, CachedPrompt, Decision, DecisionRecord, PoolView, WorkerState
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context, view
+from tests.frontend.tokenizers import ByteTokenizer
 
 FLIPPED = DecisionRecord(Decision("flip", "TTFT is 3.1 of its promise", "decode-1", Role.PREFILL), 12.5, "done")
 GROWN = DecisionRecord(Decision("grow", "both [over] 2.0", pool="decode"), 1.0, "failed: no room")

@@ -21,7 +21,8 @@ from diptych.errors import DiptychError
 from diptych.retry import Retry
 from diptych.view import WorkerState
 from tests.frontend.grpc.conftest import OpenClient
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, gateway_without_servers, view
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context, gateway_without_servers, view
+from tests.frontend.tokenizers import ByteTokenizer
 
 
 async def failure(client: AsyncClient, prompt: Any = "hello", **options: Any) -> DiptychError:

@@ -13,14 +13,8 @@ from cluster.frontend.gateway import GenerateOptions, RequestCancelled
 from cluster.frontend.text import TextDelta, TextEvent, TextPrompt
 from diptych.client import Answer, AsyncClient
 from diptych.errors import DiptychError
-from tests.frontend.grpc.fake import (
-    LINK,
-    REPORT,
-    ByteTokenizer,
-    FakeDispatcher,
-    gateway_context,
-    gateway_without_servers,
-)
+from tests.frontend.grpc.fake import LINK, REPORT, FakeDispatcher, gateway_context, gateway_without_servers
+from tests.frontend.tokenizers import ByteTokenizer
 from workers.request import SLO, FinishReason, Request, SamplingParams
 
 
@@ -28,7 +22,7 @@ def deltas_of(events: list[TextEvent]) -> list[TextDelta]:
     return [event for event in events if isinstance(event, TextDelta)]
 
 
-async def until(condition: Callable[[], bool], within_s: float = 1.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     """Wait for a state of the fake that has no event."""
     async with asyncio.timeout(within_s):
         while not condition():

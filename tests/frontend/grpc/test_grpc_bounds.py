@@ -17,7 +17,7 @@ async def connected(client: AsyncClient) -> tuple[asyncio.StreamReader, asyncio.
 
 
 async def ends(reader: asyncio.StreamReader) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30.0):
         try:
             while await reader.read(4096):
                 pass

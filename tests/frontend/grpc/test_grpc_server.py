@@ -22,7 +22,8 @@ from diptych.errors import DiptychError
 from diptych.retry import Retry
 from diptych.view import WorkerState
 from diptych.wire import ADMIN, INFERENCE
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context, view
+from tests.frontend.tokenizers import ByteTokenizer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -58,7 +59,7 @@ async def test_a_health_watch_gets_each_change_and_the_end(dispatcher: FakeDispa
         assert (await anext(received)).status == NOT_SERVING
         dispatcher.view = view(WorkerState.READY, revision=3)
         assert (await anext(received)).status == SERVING
-        async with asyncio.timeout(2):  # a watcher does not use up the grace
+        async with asyncio.timeout(15.0):  # a watcher does not use up the grace
             closing = asyncio.ensure_future(server.close(30.0))
             assert (await anext(received)).status == NOT_SERVING
             await closing
@@ -73,7 +74,7 @@ async def test_a_health_watch_notices_a_close_during_a_write(dispatcher: FakeDis
             statuses.append(response.status)
             service.close()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30.0):
         await service.Watch(health_pb2.HealthCheckRequest(service=INFERENCE), cast(Any, Context()))
     assert statuses == [SERVING, NOT_SERVING]
 
@@ -152,7 +153,7 @@ async def test_close_cancels_requests_after_the_grace_period(dispatcher: FakeDis
     async with AsyncClient(await server.open()) as client:
         events = client.generate("hello")
         await anext(events)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20.0):
             await server.close(0.2)
         assert not dispatcher.running
 

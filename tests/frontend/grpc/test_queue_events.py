@@ -15,7 +15,8 @@ from cluster.policy.admission.classes import Classes
 from cluster.spec import ClassSpec, GatewaySpec
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context
+from tests.frontend.tokenizers import ByteTokenizer
 from workers.request import SLO, Request
 
 QUEUED = Queued("", 2, 1.5, 2.25, "all 4 decode slots of decode-0 are taken")

@@ -21,7 +21,8 @@ from diptych.errors import DiptychError
 from diptych.slo import Calibration, ClassScore, Errors, SLOAttainment, SLOCount
 from diptych.status import ATTAINMENT
 from tests.frontend.grpc.conftest import OpenClient
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context
+from tests.frontend.tokenizers import ByteTokenizer
 from workers.request import SLO
 
 COUNT = st.integers(0, 2**63)

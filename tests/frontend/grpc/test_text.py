@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from cluster.events import Delta
 from cluster.frontend.text import StopStrings, TextDelta, TextStream
-from tests.frontend.grpc.fake import ByteDetokenizer
+from tests.frontend.tokenizers import ByteDetokenizer
 from workers.request import SamplingParams
 
 ALPHABET = "abñ🐚\u200d👩"  # of one to four bytes, with what joins emoji

@@ -3,10 +3,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import uvicorn.server
 
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import Clients, opened
+from tests.frontend.tokenizers import ByteTokenizer
 
 
 class OftenAwake:
@@ -33,3 +35,11 @@ def dispatcher() -> FakeDispatcher:
 async def there(dispatcher: FakeDispatcher) -> AsyncIterator[Clients]:
     async with opened(dispatcher) as (clients, _):
         yield clients
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(request: pytest.FixtureRequest) -> AsyncIterator[tuple[FakeDispatcher, Clients]]:
+    """One server for all tests of a file, with its TOKENIZER: its processes start once. `renewed` for each test."""
+    dispatcher = FakeDispatcher()
+    async with opened(dispatcher, getattr(request.module, "TOKENIZER", ByteTokenizer)) as (clients, _):
+        yield dispatcher, clients

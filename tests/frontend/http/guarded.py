@@ -13,8 +13,9 @@ from cluster.frontend.auth import Guard
 from cluster.frontend.servers import Servers
 from diptych.access import Access
 from diptych.client import AsyncClient
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context
 from tests.frontend.http.certificates import Authority
+from tests.frontend.tokenizers import ByteTokenizer
 
 KEY = "a-key-that-is-long-enough"
 

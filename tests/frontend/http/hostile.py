@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from unittest import mock
 
 from diptych.v1 import common_pb2, inference_pb2
@@ -45,12 +46,9 @@ def longest_callback() -> Iterator[Longest]:
                 longest.seconds, longest.name = took_s, repr(handle)
 
     gc.collect()
-    gc.freeze()
-    try:
-        with mock.patch.object(asyncio.Handle, "_run", timed):
-            yield longest
-    finally:
-        gc.unfreeze()
+    gc.freeze()  # for good: unfreezing would also thaw what conftest.py froze, and slow all later collections
+    with mock.patch.object(asyncio.Handle, "_run", timed):
+        yield longest
 
 
 def repeated(begin: bytes, piece: bytes, end: bytes, size: int = SIZE) -> bytes:
@@ -111,29 +109,30 @@ def bodies() -> list[tuple[str, str, bytes]]:
     ]
 
 
-def messages() -> list[tuple[str, str, bytes]]:
-    """(name, method, message) for the inference service over gRPC."""
+@cache
+def messages(size: int = SIZE) -> dict[str, tuple[str, bytes]]:
+    """(method, message of about `size` bytes) for the inference service over gRPC, by name."""
     asked = inference_pb2.GenerateRequest
     sampling = inference_pb2.Sampling
     chat, turn = inference_pb2.ChatMessages, inference_pb2.ChatMessage
     several = inference_pb2.GenerateBatchRequest
-    count = SIZE // 8
+    count = size // 8
     one = [
-        ("one text", asked(text="ab " * (SIZE // 3))),
-        ("token ids", asked(tokens=common_pb2.TokenIds(ids=[1] * SIZE))),
+        ("one text", asked(text="ab " * (size // 3))),
+        ("token ids", asked(tokens=common_pb2.TokenIds(ids=[1] * size))),
         ("many messages", asked(chat=chat(messages=[turn(role="a")] * count))),
         ("many tools", asked(chat=chat(messages=[turn(role="a", content="b")], tools=['{"name":"a"}'] * count))),
         ("many stops", asked(text="a", sampling=sampling(stop=["a"] * count))),
         ("many stop ids", asked(text="a", sampling=sampling(stop_token_ids=[1] * count))),
         ("many biases", asked(text="a", sampling=sampling(logit_bias={i: 1.0 for i in range(count)}))),
-        ("a long name", asked(text="a", session_id="a" * SIZE)),
+        ("a long name", asked(text="a", session_id="a" * size)),
     ]
     batches = [
         ("a batch of nothing", several(requests=[asked()] * count)),
-        ("a batch of texts", several(requests=[asked(text="a" * (SIZE // 4))] * 4)),
+        ("a batch of texts", several(requests=[asked(text="a" * (size // 4))] * 4)),
     ]
-    return [
-        *((name, "Generate", message.SerializeToString()) for name, message in one),
-        *((name, "GenerateBatch", message.SerializeToString()) for name, message in batches),
-        ("no message", "Generate", b"\xff" * SIZE),
-    ]
+    return {
+        **{name: ("Generate", message.SerializeToString()) for name, message in one},
+        **{name: ("GenerateBatch", message.SerializeToString()) for name, message in batches},
+        "no message": ("Generate", b"\xff" * size),
+    }

@@ -11,7 +11,8 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from cluster.frontend.servers import Servers
 from cluster.frontend.text import Tokenizer
 from diptych.client import AsyncClient
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context
+from tests.frontend.tokenizers import ByteTokenizer
 
 
 @dataclass(frozen=True)

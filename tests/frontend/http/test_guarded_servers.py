@@ -22,8 +22,9 @@ from diptych.client import AsyncClient, Client
 from diptych.errors import DiptychError
 from diptych.retry import is_temporary
 from tests.cluster.local import split_spec
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.grpc.fake import FakeDispatcher, gateway_context
 from tests.frontend.http.guarded import KEY, Files, Guarded, guarded
+from tests.frontend.tokenizers import ByteTokenizer
 
 HANDSHAKE_FAILED = (httpx2.ConnectError, httpx2.RemoteProtocolError, httpx2.ReadError)
 

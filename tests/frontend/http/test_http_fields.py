@@ -7,9 +7,11 @@ import pytest
 from cluster.frontend.http.bodies import SCALARS, CompletionBody
 from cluster.frontend.http.chat_body import ChatBody
 from cluster.frontend.http.structured import ANY_OBJECT
-from tests.frontend.grpc.fake import FakeDispatcher
+from tests.frontend.grpc.fake import FakeDispatcher, renewed
 from tests.frontend.http.opened import Clients
 from workers.request import Grammar
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 JSON: dict[str, object] = {"grammar": Grammar("json", json.dumps(SCHEMA))}
@@ -75,6 +77,16 @@ OTHERS = {
 }
 
 
+@pytest.fixture
+def dispatcher(shared: tuple[FakeDispatcher, Clients]) -> FakeDispatcher:
+    return renewed(shared[0])
+
+
+@pytest.fixture
+def there(shared: tuple[FakeDispatcher, Clients]) -> Clients:
+    return shared[1]
+
+
 @pytest.mark.parametrize(
     ("path", "sent", "expected"),
     [
@@ -113,7 +125,7 @@ async def test_several_answers_become_several_requests(
     assert (len(received.json()["choices"]), len(dispatcher.requests)) == (answers, made)
 
 
-def test_every_field_has_a_test() -> None:
+async def test_every_field_has_a_test() -> None:
     tested = {name for sent, _ in (*BOTH, *COMPLETIONS, *CHATS) for name in sent}
     assert {*CompletionBody.model_fields, *ChatBody.model_fields} == tested | OTHERS
     assert set(SCALARS) <= tested | OTHERS

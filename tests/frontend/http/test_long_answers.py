@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from cluster.frontend.http.reply import MAX_LOGPROBS
-from tests.frontend.grpc.fake import ByteDetokenizer, ByteTokenizer, FakeDispatcher
+from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import Clients, opened
+from tests.frontend.tokenizers import ByteDetokenizer, ByteTokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "logprobs": True, "top_logprobs": 20}
 SCORES = {"prompt": "sea " * 500, "echo": True, "max_tokens": 0, "logprobs": 5, "n": 2}

@@ -5,24 +5,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2
 import pytest
-from anthropic import beta_async_tool
-from anthropic.types import Message
 
 from cluster.frontend.http.formats import Usage
 from cluster.frontend.http.messages_wire import MessagesWire
 from cluster.frontend.text import TextDelta, TextEnd
 from cluster.frontend.tools.formats import AnswerParser, answer_format
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher
+from tests.frontend.grpc.fake import FakeDispatcher, renewed
 from tests.frontend.http.opened import Clients, opened
-from tests.frontend.http.test_tool_calls import ANSWER, ToolTokenizer, scripted
+from tests.frontend.http.test_tool_calls import ANSWER, scripted
+from tests.frontend.tokenizers import ByteTokenizer, ToolTokenizer
 from workers.errors import InvalidRequest
 from workers.request import FinishReason
 
+if TYPE_CHECKING:  # else only this file's tests import the SDK: collecting all tests would take a second longer
+    from anthropic.types import Message
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TOKENIZER = ToolTokenizer
 LOOK = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 TOOLS: list[dict[str, Any]] = [
     {"name": "look", "description": "Looks", "input_schema": LOOK},
@@ -55,6 +58,8 @@ HISTORY: list[dict[str, Any]] = [
 @asynccontextmanager
 async def sdk(there: Clients) -> AsyncIterator[Any]:
     """Untyped: the tests send what its types forbid."""
+    import anthropic
+
     http = httpx2.AsyncClient(trust_env=False, verify=False)
     url = str(there.http.base_url)
     async with anthropic.AsyncAnthropic(api_key="k", base_url=url, max_retries=0, timeout=30.0, http_client=http) as it:
@@ -62,13 +67,16 @@ async def sdk(there: Clients) -> AsyncIterator[Any]:
 
 
 @pytest.fixture
-async def there(dispatcher: FakeDispatcher) -> AsyncIterator[Clients]:
-    dispatcher.script = scripted(ANSWER)
-    async with opened(dispatcher, ToolTokenizer) as (clients, _):
-        yield clients
+def dispatcher(shared: tuple[FakeDispatcher, Clients]) -> FakeDispatcher:
+    return renewed(shared[0], scripted(ANSWER))
 
 
-def shown(message: Message) -> list[tuple[Any, ...]]:
+@pytest.fixture
+def there(shared: tuple[FakeDispatcher, Clients]) -> Clients:
+    return shared[1]
+
+
+def shown(message: "Message") -> list[tuple[Any, ...]]:
     """The blocks, without ids."""
     found: list[tuple[Any, ...]] = []
     for block in message.content:
@@ -83,7 +91,7 @@ def shown(message: Message) -> list[tuple[Any, ...]]:
     return found
 
 
-async def streamed(client: Any, **fields: Any) -> Message:
+async def streamed(client: Any, **fields: Any) -> "Message":
     """Put together by the SDK, which checks the order of events."""
     async with client.messages.stream(**ASK | fields) as stream:
         async for _ in stream:
@@ -113,8 +121,9 @@ async def test_blocks_come_in_the_shapes_of_the_sdk(there: Clients, dispatcher: 
 
 async def test_the_tool_runner_of_the_sdk_goes_on_without_a_thread(there: Clients) -> None:
     """It asks the server to hold the conversation, which is refused, and then sends all of it itself."""
+    import anthropic
 
-    @beta_async_tool
+    @anthropic.beta_async_tool
     async def look(at: str) -> str:
         """Looks."""
         return at
@@ -139,7 +148,7 @@ async def test_stop_reasons(there: Clients, dispatcher: FakeDispatcher) -> None:
 
 
 @pytest.mark.parametrize(("finish", "reason"), [(FinishReason.EOS, "tool_use"), (FinishReason.LENGTH, "max_tokens")])
-def test_an_answer_that_ends_with_a_call_waits_for_its_result(finish: FinishReason, reason: str) -> None:
+async def test_an_answer_that_ends_with_a_call_waits_for_its_result(finish: FinishReason, reason: str) -> None:
     form = answer_format(str(ToolTokenizer.info["chat_template"]), "auto", "auto")
     usage, delta, end = Usage(3, 2), TextDelta(ANSWER, (1, 2), 0), TextEnd(finish)
     wire = MessagesWire("r", "m", partial(AnswerParser, form, {"look": {}, "wait": {}}))
@@ -256,6 +265,8 @@ async def test_wrong_fields_are_named_as_the_client_wrote_them(
 
 
 async def test_a_large_body_is_read_in_the_same_way(there: Clients, dispatcher: FakeDispatcher) -> None:
+    import anthropic
+
     long, metadata = [{"role": "user", "content": "x" * 3000}], {"user_id": "u" * 2000}
     async with sdk(there) as client:
         ask = ASK | {"messages": long, "metadata": metadata, "system": "s"}
@@ -267,6 +278,8 @@ async def test_a_large_body_is_read_in_the_same_way(there: Clients, dispatcher: 
 
 
 async def test_an_unknown_model_is_not_found(there: Clients) -> None:
+    import anthropic
+
     async with sdk(there) as client:
         with pytest.raises(anthropic.NotFoundError) as caught:
             await client.messages.create(**ASK | {"model": "other"})
@@ -274,15 +287,19 @@ async def test_an_unknown_model_is_not_found(there: Clients) -> None:
 
 
 async def test_without_a_parser_tools_are_refused(dispatcher: FakeDispatcher) -> None:
+    import anthropic
+
     async with opened(dispatcher, ByteTokenizer) as (there, _), sdk(there) as client:
         with pytest.raises(anthropic.BadRequestError, match="tools"):
             await client.messages.create(**ASK, tools=TOOLS)
 
 
-async def test_the_key_of_the_sdk_is_accepted(dispatcher: FakeDispatcher, tmp_path: Path) -> None:
+async def test_the_key_of_the_sdk_is_accepted(tmp_path: Path) -> None:
+    import anthropic
+
     (tmp_path / "keys").write_text("a-key-that-is-long-enough\n")
     keys = str(tmp_path / "keys")
-    async with opened(dispatcher, ToolTokenizer, api_keys_file=keys) as (there, _), sdk(there) as client:
+    async with opened(FakeDispatcher(), ToolTokenizer, api_keys_file=keys) as (there, _), sdk(there) as client:
         with pytest.raises(anthropic.AuthenticationError) as caught:
             await client.messages.create(**ASK)
         assert "authentication_error" in str(caught.value.body)

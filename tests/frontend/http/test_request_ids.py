@@ -80,7 +80,7 @@ async def test_the_error_of_a_missing_body_has_the_request_id(there: Clients, mo
     url = there.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(b"POST /tokenize HTTP/1.1\r\nhost: here\r\nx-request-id: mine\r\ncontent-length: 10\r\n\r\n{")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30.0):
         head = await reader.readuntil(b"\r\n\r\n")
     writer.close()
     assert b" 408 " in head and b"\r\nx-request-id: mine\r\n" in head
@@ -101,7 +101,7 @@ async def test_several_requests_may_share_an_id(there: Clients, dispatcher: Fake
     """A service mesh gives all requests of one trace one id."""
     dispatcher.hold = asyncio.Event()
     asking = [asyncio.create_task(there.http.post("/v1/completions", json=ASK, headers=NAMED)) for _ in range(3)]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30.0):
         while len(dispatcher.running) < 3:
             await asyncio.sleep(0.005)
     dispatcher.hold.set()
@@ -137,7 +137,7 @@ async def test_a_request_is_cancelled_by_its_client_id_or_its_own_id(
     for by_own in (False, True):
         body = ASK | {"prompt": prompt}
         asking = asyncio.create_task(there.http.post("/v1/completions", json=body, headers=NAMED))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30.0):
             while not dispatcher.running:
                 await asyncio.sleep(0.005)
         (own, *_) = dispatcher.running

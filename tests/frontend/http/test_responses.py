@@ -1,7 +1,6 @@
 """OpenAI's responses API, with its SDK: a stream equals the whole answer, and conversations go on."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -9,12 +8,15 @@ import pytest
 from openai.types.responses import Response
 
 from cluster.frontend.http.response_store import ResponseStore
-from tests.frontend.grpc.fake import FakeDispatcher
-from tests.frontend.http.opened import Clients, opened
-from tests.frontend.http.test_tool_calls import ANSWER, ToolTokenizer
+from tests.frontend.grpc.fake import FakeDispatcher, renewed
+from tests.frontend.http.opened import Clients
+from tests.frontend.http.test_tool_calls import ANSWER
+from tests.frontend.tokenizers import ToolTokenizer
 from workers.errors import InvalidRequest
 from workers.request import Request
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TOKENIZER = ToolTokenizer
 LOOK = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "look", "description": "Looks", "parameters": LOOK, "strict": True},
@@ -23,10 +25,13 @@ TOOLS: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-async def there(dispatcher: FakeDispatcher) -> AsyncIterator[Clients]:
-    dispatcher.script = lambda request: ANSWER.encode() + b" " * 300
-    async with opened(dispatcher, ToolTokenizer) as (clients, _):
-        yield clients
+def dispatcher(shared: tuple[FakeDispatcher, Clients]) -> FakeDispatcher:
+    return renewed(shared[0], lambda request: ANSWER.encode() + b" " * 300)
+
+
+@pytest.fixture
+def there(shared: tuple[FakeDispatcher, Clients]) -> Clients:
+    return shared[1]
 
 
 def shown(response: Response) -> list[tuple[Any, ...]]:
@@ -125,7 +130,7 @@ async def test_what_is_not_stored_is_not_found(there: Clients, dispatcher: FakeD
             await client.responses.create(model="bytes", input="b", previous_response_id=name)
 
 
-def test_the_store_is_bounded() -> None:
+async def test_the_store_is_bounded() -> None:
     store = ResponseStore(most=3, most_bytes=1000)
     for number in range(5):
         store.keep("t", f"r{number}", (), [str(number).encode()])

@@ -10,22 +10,13 @@ import pytest_asyncio
 
 from cluster.frontend.preprocessing import LARGE_BYTES
 from diptych.wire import INFERENCE
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher
+from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.hostile import MAX_S, bodies, longest_callback, messages
 from tests.frontend.http.opened import Clients, opened
+from tests.frontend.tokenizers import Homebound
 
 HOME = os.getpid()
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-class Homebound(ByteTokenizer):
-    """Remembers the largest text that was encoded in the gateway's own process."""
-
-    largest = 0
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        Homebound.largest = max(Homebound.largest, len(text))
-        return super().encode(text)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -35,7 +26,7 @@ async def there() -> AsyncIterator[Clients]:
 
 
 @pytest.mark.grid(keep=3)
-@pytest.mark.parametrize(("path", "body"), [each[1:] for each in bodies()], ids=[each[0] for each in bodies()])
+@pytest.mark.parametrize(("path", "body"), [pytest.param(path, body, id=name) for name, path, body in bodies()])
 async def test_no_body_blocks_the_event_loop(there: Clients, path: str, body: bytes) -> None:
     Homebound.largest = 0
     with longest_callback() as longest:
@@ -46,8 +37,9 @@ async def test_no_body_blocks_the_event_loop(there: Clients, path: str, body: by
 
 
 @pytest.mark.grid(keep=2)
-@pytest.mark.parametrize(("method", "message"), [each[1:] for each in messages()], ids=[each[0] for each in messages()])
-async def test_no_message_blocks_the_event_loop(there: Clients, method: str, message: bytes) -> None:
+@pytest.mark.parametrize("name", messages(size=8))
+async def test_no_message_blocks_the_event_loop(there: Clients, name: str) -> None:
+    method, message = messages()[name]
     Homebound.largest = 0
     async with grpc.aio.insecure_channel(there.grpc.endpoint) as channel:
         call: Any = channel.unary_stream(f"/{INFERENCE}/{method}")

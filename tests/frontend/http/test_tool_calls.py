@@ -1,17 +1,19 @@
 """Tool calls and reasoning in the real SDK's shapes, with scripted answers: a stream equals the whole answer."""
 
 import json
-from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
 from openai import AsyncStream
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher
+from tests.frontend.grpc.fake import FakeDispatcher, renewed
 from tests.frontend.http.opened import Clients, opened
+from tests.frontend.tokenizers import OpenTokenizer, ToolTokenizer
 from workers.request import Request
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TOKENIZER = ToolTokenizer
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -43,23 +45,14 @@ I look.
 </tool_call>"""
 
 
-class ToolTokenizer(ByteTokenizer):
-    info: Mapping[str, Any] = {"chat_template": '{{ tools }}<tool_call>{"arguments"}</tool_call></think>'}
-
-    def apply_chat_template(self, messages: Any, *, tools: Any = (), template_kwargs: Any = None) -> tuple[int, ...]:
-        return self.encode(json.dumps([messages, tools]))
-
-
-class OpenTokenizer(ToolTokenizer):
-    def apply_chat_template(self, messages: Any, *, tools: Any = (), template_kwargs: Any = None) -> tuple[int, ...]:
-        return self.encode("<think>no</think> hi <think>\n")
+@pytest.fixture
+def dispatcher(shared: tuple[FakeDispatcher, Clients]) -> FakeDispatcher:
+    return renewed(shared[0], scripted(ANSWER))
 
 
 @pytest.fixture
-async def there(dispatcher: FakeDispatcher) -> AsyncIterator[Clients]:
-    dispatcher.script = scripted(ANSWER)
-    async with opened(dispatcher, ToolTokenizer) as (clients, _):
-        yield clients
+def there(shared: tuple[FakeDispatcher, Clients]) -> Clients:
+    return shared[1]
 
 
 def scripted(*answers: str) -> Any:

@@ -18,7 +18,7 @@ from benchmarks.environments import CANITOOLCALL
 from cluster.events import Completed, Event
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import opened
-from tests.frontend.http.test_tool_calls import ToolTokenizer
+from tests.frontend.tokenizers import ToolTokenizer
 from workers.request import FinishReason, Request
 
 pytestmark = pytest.mark.campaign

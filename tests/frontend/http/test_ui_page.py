@@ -15,8 +15,8 @@ from diptych.view import PoolView
 from tests.frontend.grpc.fake import FakeDispatcher, view
 from tests.frontend.http.chromium import LOOK_S, WAIT_S, Page, browser, installed, page
 from tests.frontend.http.opened import Clients, opened
-from tests.frontend.http.test_tool_calls import ToolTokenizer
 from tests.frontend.http.test_ui import KEY, trace
+from tests.frontend.tokenizers import ToolTokenizer
 
 pytestmark = pytest.mark.skipif(installed() is None, reason="needs a browser: apt-get install chromium")
 

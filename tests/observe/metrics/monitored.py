@@ -13,7 +13,7 @@ from cluster.serving import serve
 from cluster.spec import ClassSpec, ClusterSpec, ElasticSpec, HealthSpec, MetricsSpec
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, split_spec
-from tests.frontend.grpc.fake import ByteTokenizer
+from tests.frontend.tokenizers import ByteTokenizer
 from workers.build import build_worker
 from workers.config import ByteSize, CacheConfig
 from workers.server import WorkerServer

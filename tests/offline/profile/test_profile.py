@@ -110,7 +110,7 @@ async def test_a_busy_worker_is_not_measured_and_the_error_names_it() -> None:
                 pass
 
         asking = asyncio.ensure_future(ask())
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30.0):
             while not runtime.workers["decode-0"].engine.stats().running:
                 await asyncio.sleep(0.005)
         with pytest.raises(DiptychError, match="decode-0: this worker has work") as caught:
