@@ -3,6 +3,7 @@
 import secrets
 
 MAX_ID_CHARS = 128
+PROFILE_PREFIX = "diptych-profile-"  # of the ids of requests that `diptych profile` sends; plans do not count them
 
 
 def is_usable(letter: str) -> bool:

@@ -22,6 +22,7 @@ from cluster.offline.sim.case import PoolModel
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from diptych.history import RequestTrace, Window
+from diptych.request_ids import PROFILE_PREFIX
 from diptych.view import ClusterView, WorkerState
 from workers.config import EngineConfig, ParallelConfig
 from workers.profiles.measured import ClusterProfile, PoolProfile
@@ -97,11 +98,16 @@ class Tried:
 
 
 def _finished(window: Window) -> list[RequestTrace]:
-    """By arrival, at most `MAX_REQUESTS`. Raises `PlanError`."""
-    done = sorted(
-        (each for each in window.traces if each.prompt_tokens and each.output_tokens and each.outcome == "completed"),
-        key=lambda each: each.arrived_ns,
-    )[-MAX_REQUESTS:]
+    """By arrival, at most `MAX_REQUESTS`, without those that `diptych profile` sent. Raises `PlanError`."""
+    done = [
+        each
+        for each in window.traces
+        if each.prompt_tokens
+        and each.output_tokens
+        and each.outcome == "completed"
+        and not each.request_id.startswith(PROFILE_PREFIX)
+    ]
+    done = sorted(done, key=lambda each: each.arrived_ns)[-MAX_REQUESTS:]
     if len(done) < 2:
         raise PlanError(
             f"the gateway remembers {len(done)} finished requests of this time, too few to plan for; give a longer "

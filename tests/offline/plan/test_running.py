@@ -115,7 +115,11 @@ async def test_a_real_cluster_is_advised_from_its_own_load(tmp_path: Path) -> No
     save(profile(), file)
     async with served(two_decodes()) as (client, _):
         await asyncio.gather(*(client.complete(tuple(range(40)), max_tokens=4) for _ in range(12)))
+        profiled = ["profile", "--endpoint", client.endpoint, "--rounds", "1", "-o", str(tmp_path / "profiled.json")]
+        result = await asyncio.to_thread(CliRunner().invoke, main, profiled)
+        assert result.exit_code == 0, result.output
         _, window = await client.trace(last_s=600.0)
+        assert len(window.traces) > 12
         view = (await client.status()).view
         found = observed(view, window, profile(), SLO(5.0, 1.0), 0.9)
         assert len(found.load.arrivals) == 12
