@@ -1,7 +1,7 @@
 """`diptych plan`: the best cluster for a load, or what one instance of a model delivers."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,15 +148,18 @@ def plan(access: Access, **options: Any) -> None:
     from cluster.offline.plan.request import PlanError
 
     chosen = PlanOptions(**options)
+    known: dict[str, Any] = {"complete": False}  # before the simulation, for --json
     try:
         if chosen.from_cluster is not None:
             _advise(chosen, access)
         elif chosen.prompt or chosen.output:
-            _measure_instances(chosen)
+            _measure_instances(chosen, known)
         else:
-            _place(chosen)
+            _place(chosen, known)
     except PlanError as error:
         raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        _print_answer(chosen, ["Nothing was simulated."], known, "Ctrl-C", 0.0)
 
 
 def _need(options: PlanOptions, *names: str) -> None:
@@ -166,7 +169,12 @@ def _need(options: PlanOptions, *names: str) -> None:
 
 
 def _kinds(options: PlanOptions) -> list[str]:
-    return [name.strip() for name in (options.hardware or "").split(",") if name.strip()]
+    from cluster.offline.plan.request import PlanError
+
+    kinds = [name.strip() for name in (options.hardware or "").split(",") if name.strip()]
+    if not kinds or len(set(kinds)) != len(kinds):
+        raise PlanError(f"--hardware is {options.hardware!r}; it must name one or more different kinds of GPU")
+    return kinds
 
 
 def _request(options: PlanOptions, hardware: Sequence[str], gpus: int, load: "PlanLoad", slo: "SLO") -> "PlanRequest":
@@ -198,17 +206,22 @@ def _print_estimate(options: PlanOptions, lines: list[str]) -> None:
         print_lines([*lines, ""])
 
 
-def _print_answer(options: PlanOptions, lines: list[str], value: dict[str, Any], ended_by: str, limit_s: float) -> None:
-    """Print the simulated answer. If Ctrl-C cut it short, exit like an interrupted program."""
+def _print_answer(
+    options: PlanOptions, lines: list[str], value: dict[str, Any], ended_by: str, limit_s: float, written: str = ""
+) -> None:
+    """Print the simulated answer, and on stderr what was written. If Ctrl-C cut it short, exit like an interrupted
+    program."""
     if options.as_json:
         print_json({**value, "ended_by": ended_by})
     else:
         print_lines([*lines, *cut_short(ended_by, limit_s)])
+    if written:
+        say(written)
     if ended_by == "Ctrl-C":
         sys.exit(INTERRUPTED)
 
 
-def _place(options: PlanOptions) -> None:
+def _place(options: PlanOptions, known: dict[str, Any]) -> None:
     from cluster.offline.plan.estimate import outline
     from cluster.offline.plan.load import PlanLoad
     from cluster.offline.plan.placement import PlacementResult, PlacementSearch
@@ -229,12 +242,17 @@ def _place(options: PlanOptions) -> None:
     load = PlanLoad.of(load_workload(options.workload or ""), options.own_times)
     request = _request(options, _kinds(options), options.gpus or 0, load, positive_slo(options.ttft, options.tpot))
     estimates = outline(request)
+    known |= {
+        "estimates": estimates_json(request, estimates),
+        "does_not_fit": estimates.refused,
+        "what_if": changes_json(request, estimates),
+    }
     _print_estimate(options, estimate_lines(request, estimates))
     estimates.check_any_meets(request)
     limit_s = options.limit or PLACEMENT_S
     told: list[FirstVerdict] = []
 
-    def begin(budget: "Budget", progress: SearchProgress) -> "Callable[[], PlacementResult]":
+    def work(budget: "Budget", progress: SearchProgress) -> PlacementResult:
         first = estimates.contenders(request)
         placement = PlacementSearch(request, budget.each, progress.update, budget.past, first, budget.processes)
 
@@ -247,34 +265,31 @@ def _place(options: PlanOptions) -> None:
             told.append(first_verdict(request, placement.race, seconds))
             return [] if options.as_json else first_lines(request, told[-1])
 
-        def refined() -> PlacementResult:
-            found = placement.search()
-            if not told:
-                told.append(first_verdict(request, placement.race, budget.limit_s - budget.left_s))
-            return found
-
         progress.interim = interim
-        return refined
+        found = placement.search()
+        if not told:
+            told.append(first_verdict(request, placement.race, budget.limit_s - budget.left_s))
+        return found
 
-    found, ended_by = search(limit_s, options.processes, begin)
+    found, ended_by = search(limit_s, options.processes, work)
     verdict = judge(request, found.options, found.complete) if found.options else None
+    written = ""
     if verdict is not None and options.out is not None:
-        say(f"written to {options.out}. {write_plan(options.out, request, found, verdict)}")
-    layers = {
-        "estimates": estimates_json(request, estimates),
-        "does_not_fit": estimates.refused,
-        "what_if": changes_json(request, estimates),
-        "first": first_json(request, told[-1]) if told else None,
-    }
-    value = {**plan_json(request, found, verdict), **layers}
-    _print_answer(options, plan_lines(request, found, verdict), value, ended_by, limit_s)
+        written = f"written to {options.out}. {write_plan(options.out, request, found, verdict)}"
+    value = known | {"first": first_json(request, told[-1])} | plan_json(request, found, verdict)
+    _print_answer(options, plan_lines(request, found, verdict), value, ended_by, limit_s, written)
     if verdict is None and options.out is not None:
         raise click.ClickException(f"{options.out} was not written: nothing was decided in time; give a longer --limit")
 
 
-def _measure_instances(options: PlanOptions) -> None:
+def _measure_instances(options: PlanOptions, known: dict[str, Any]) -> None:
     from cluster.offline.plan.instance import Instance, LengthRanges, answers, instances_of, parse_range
-    from cluster.offline.plan.instance_report import instance_estimate_lines, instance_json, instance_lines
+    from cluster.offline.plan.instance_report import (
+        instance_estimate_lines,
+        instance_estimates_json,
+        instance_json,
+        instance_lines,
+    )
     from cluster.offline.plan.load import PlanLoad
     from cluster.offline.plan.request import PlanError
     from workers.profiles.capacity import min_gpus
@@ -283,7 +298,9 @@ def _measure_instances(options: PlanOptions) -> None:
     lengths = LengthRanges(parse_range(options.prompt or "", "--prompt"), parse_range(options.output or "", "--output"))
     users = _users(options.users)
     load = PlanLoad.of(lengths.workload())
-    slo = positive_slo(options.ttft or TTFT_S, options.tpot or TPOT_S)
+    slo = positive_slo(
+        TTFT_S if options.ttft is None else options.ttft, TPOT_S if options.tpot is None else options.tpot
+    )
     requests = [
         _request(options, [name], options.gpus or min_gpus(options.model or "", name)[0], load, slo)
         for name in _kinds(options)
@@ -296,15 +313,16 @@ def _measure_instances(options: PlanOptions) -> None:
         except PlanError as error:
             refused.append(f"{', '.join(request.hardware)}: {error}")
     if not instances:
-        raise PlanError("; ".join(refused) or "--hardware names no kind of GPU")
+        raise PlanError("; ".join(refused))
+    known |= instance_estimates_json(instances) | {"does_not_fit": refused}
     _print_estimate(options, [*instance_estimate_lines(instances), *refused])
     limit_s = options.limit or INSTANCE_S
     found, ended_by = search(
         limit_s,
         options.processes,
-        lambda budget, progress: lambda: answers(instances, users, budget.each, progress.update),
+        lambda budget, progress: answers(instances, users, budget.each, progress.update),
     )
-    value = {**instance_json(requests[0], lengths, found), "does_not_fit": refused}
+    value = known | instance_json(requests[0], lengths, found)
     _print_answer(options, instance_lines(requests[0], lengths, found), value, ended_by, limit_s)
 
 
@@ -334,17 +352,14 @@ def _advise(options: PlanOptions, access: Access) -> None:
     running = observed(view, window, profile, slo, options.target, prices)
     tried: list[Tried] = []
 
-    def begin(budget: "Budget", progress: SearchProgress) -> Callable[[], None]:
-        def run() -> None:
-            for each in try_all(running, budget.each):
-                tried.append(each)
-                met = f"{each.attained.both:.1%} of requests meet the SLO"
-                progress.update(each.arrangement.description(profile), met)
-
-        return run
+    def work(budget: "Budget", progress: SearchProgress) -> None:
+        for each in try_all(running, budget.each):
+            tried.append(each)
+            met = f"{each.attained.both:.1%} of requests meet the SLO"
+            progress.update(each.arrangement.description(profile), met)
 
     limit_s = options.limit or INSTANCE_S
-    _, ended_by = search(limit_s, options.processes, begin)
+    _, ended_by = search(limit_s, options.processes, work)
     _print_answer(options, advice_lines(running, tried), advice_json(running, tried), ended_by, limit_s)
 
 

@@ -66,7 +66,7 @@ class SearchProgress:
 
         head, table = Table.grid(padding=(0, 1)), Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._limit_s, completed=self._limit_s - left_s, width=WIDTH)
-        head.add_row("simulating", bar, f"{left_s:.0f} s left; Ctrl-C: best so far")
+        head.add_row("simulating", bar, f"at most {left_s:.0f} s left; Ctrl-C prints the best so far")
         for row in rows:
             table.add_row(*row)
         live.update(Group(head, table), refresh=True)
@@ -76,10 +76,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def search(
-    limit_s: float, processes: int | None, begin: "Callable[[Budget, SearchProgress], Callable[[], T]]"
-) -> tuple[T, str]:
-    """The result of what `begin` returns, and what ended it early; empty: nothing."""
+def search(limit_s: float, processes: int | None, work: "Callable[[Budget, SearchProgress], T]") -> tuple[T, str]:
+    """The result of `work`, which runs in its own thread, and what ended it early; empty: nothing."""
     from rich.live import Live
 
     from cluster.offline.plan.budget import Budget
@@ -88,7 +86,7 @@ def search(
     display = Live(console=out, transient=True, auto_refresh=False) if out.is_terminal else nullcontext()
     with display as live, Budget(limit_s, processes or cores()) as budget:
         progress = SearchProgress(limit_s, live)
-        found = budget.run(begin(budget, progress), progress.tick)
+        found = budget.run(lambda: work(budget, progress), progress.tick)
         return found, budget.ended_by
 
 
@@ -97,4 +95,4 @@ def cut_short(ended_by: str, limit_s: float) -> list[str]:
     if not ended_by:
         return []
     more = f"; for more, give --limit above {limit_s:g} s" if ended_by != "Ctrl-C" else ""
-    return ["", f"{ended_by} ended the simulation: this is the best answer so far{more}"]
+    return ["", f"{ended_by} ended the simulation: this answer is incomplete{more}"]

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
@@ -50,7 +50,9 @@ class ProcessPool(ThreadPoolExecutor):
             process.close()
 
     def _start(self) -> None:
-        """Start the process of this thread."""
+        """Start the process of this thread. It never sees Ctrl-C, not even while it imports."""
+        resource_tracker.ensure_running()  # which would unblock the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # of this thread; processes inherit it
         ours, theirs = CONTEXT.Pipe()
         self._local.calls = ours
         with self._lock, theirs:
@@ -71,12 +73,11 @@ class ProcessPool(ThreadPoolExecutor):
 
 
 def _serve(calls: Connection) -> None:
-    """The process: call what arrives. Ctrl-C is the parent's.
+    """The process: call what arrives.
 
     Requests fail in the overloads that a search looks for, so warnings are off.
     """
     logging.disable(logging.WARNING)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     arrived: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_read, args=(calls, arrived), daemon=True).start()
     while True:

@@ -6,14 +6,22 @@ that rate requests queue, so a simulation finds less.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import inf
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.layouts import Layouts, Rated
 from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.request import PlanError, PlanRequest
-from cluster.offline.plan.shapes import instances
-from cluster.offline.plan.trial import MARGIN, Trial, full_trial, held_at_once, prompt_seconds
+from cluster.offline.plan.shapes import decodes, instances, prefills
+from cluster.offline.plan.trial import (
+    MARGIN,
+    Trial,
+    decode_trial,
+    full_trial,
+    held_at_once,
+    prefill_trial,
+    prompt_latency,
+)
 from cluster.offline.plan.why import Binding, bindings, margins
 from cluster.spec import Role
 
@@ -47,7 +55,7 @@ class Estimate:
 
     @property
     def fit(self) -> str:
-        return f"fits with KV for {self.kv_tokens:,} tokens ({self.at_once} of the long requests)"
+        return f"fits, with KV for {self.kv_tokens:,} tokens: {self.at_once:,} long requests at once"
 
     @property
     def latency(self) -> str:
@@ -71,12 +79,7 @@ def estimate(request: PlanRequest, trial: Trial, ends: tuple[Lengths, Lengths], 
     costs = {name: model.cost for name, model in trial.case.models.items()}
 
     def ttft_s(prompt: int) -> float:
-        """Chunks of one prompt overlap in the pipeline stages."""
-        return min(
-            prompt_seconds(pool, costs[pool.name], prompt)
-            / min(pool.parallel.pipeline, ceil(prompt / pool.engine.max_batch_tokens))
-            for pool in prefilling
-        )
+        return min(prompt_latency(pool, costs[pool.name], prompt) for pool in prefilling)
 
     def tpot_s(prompt: int, output: int) -> float:
         return min(costs[pool.name].decode_seconds(1, prompt + output // 2) for pool in decoding)
@@ -194,10 +197,30 @@ def outline(request: PlanRequest) -> Outline:
         found += of_kind or [_closest(alone, shapes, ends)]
     if not found:
         raise PlanError("; ".join(refused.values()))
+    _check_rate(request)
     if len(request.hardware) > 1 and not refused:
         mixed = [each for each in _layouts(request).split(instances(request), GRAIN)[:1] if _kinds(each) > 1]
         found += [estimate(request, full_trial(request, layout), ends) for layout in mixed]
     return Outline(tuple(found), refused)
+
+
+def _check_rate(request: PlanRequest) -> None:
+    """Raises `PlanError` when not even workers that do one phase only would serve the rate with all GPUs."""
+    if request.rate is None:
+        return
+    shapes = instances(request)
+    most = request.gpus * min(
+        max(trial.max_rate / trial.gpus for trial in phase)
+        for phase in (
+            [prefill_trial(request, group) for group in prefills(shapes)],
+            [decode_trial(request, group) for group in decodes(shapes)],
+        )
+    )
+    if request.rate > most * (1.0 + MARGIN):
+        raise PlanError(
+            f"no layout on up to {request.gpus} GPUs serves {request.rate:g} requests/s: by the times of their steps "
+            f"they serve at most {most:.4g}; give more --gpus or a lower --rate"
+        )
 
 
 def _kinds(layout: Layout) -> int:

@@ -69,19 +69,30 @@ def _throughput(answer: InstanceAnswer) -> str:
     if found is None:
         return f"{answer.instance.estimate.throughput}; not simulated"
     if not found.rate:
-        return found.summary
+        return found.short
     tokens = found.rate * answer.mean_output
     bound = "" if found.complete else "at least "
     return (
         f"{bound}{found.rate:.3g} requests/s, {tokens:.4g} output tokens/s, {tokens / found.gpus:.4g} per GPU "
-        f"({found.summary})"
+        f"({found.short})"
     )
 
 
-def instance_json(request: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnswer]) -> dict[str, Any]:
-    instances = [each.instance for each in found]
+def instance_estimates_json(instances: Sequence[Instance]) -> dict[str, Any]:
     best = _best(instances)
-    sheets = [sheet for each in instances for sheet in each.request.sheets.values()]
+    return {
+        "estimates": [
+            to_builtins(each.estimate) | {"cost": cost_json(each.request, each.estimate.layout, each.estimate.rate)}
+            for each in instances
+        ],
+        "what_if": {"of": best.name, "changes": to_builtins(changes(best.request, best.estimate.layout))}
+        if best
+        else None,
+    }
+
+
+def instance_json(request: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnswer]) -> dict[str, Any]:
+    sheets = [sheet for each in found for sheet in each.instance.request.sheets.values()]
     return {
         "model": request.model,
         "lengths": to_builtins(lengths),
@@ -90,13 +101,6 @@ def instance_json(request: PlanRequest, lengths: LengthRanges, found: Sequence[I
         "ttft": [_latency_json(each, "ttft_s") for each in found],
         "tpot": [_latency_json(each, "tpot_s") for each in found],
         "throughput": [_throughput_json(each) for each in found],
-        "estimates": [
-            to_builtins(each.estimate) | {"cost": cost_json(each.request, each.estimate.layout, each.estimate.rate)}
-            for each in instances
-        ],
-        "what_if": {"of": best.name, "changes": to_builtins(changes(best.request, best.estimate.layout))}
-        if best
-        else None,
         "prices": {sheet.name: sheet.price_per_hour for sheet in sheets},
         "complete": all(each.complete for each in found),
     }
@@ -112,7 +116,7 @@ def _throughput_json(answer: InstanceAnswer) -> dict[str, Any]:
         "output_tokens_per_s": rate * answer.mean_output,
         "cost": cost_json(answer.instance.request, answer.instance.estimate.layout, rate),
         "complete": answer.complete,
-        "told": _throughput(answer) if found is None else found.summary,
+        "told": _throughput(answer) if found is None else found.short,
     }
 
 

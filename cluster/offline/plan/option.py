@@ -26,7 +26,8 @@ class Option:
     @property
     def headroom(self) -> str:
         """How many requests met each SLO at the highest rate that held, and which SLO breaks above it."""
-        held = [each for each in self.goodput.probes if each.rate in self.goodput.by_seed]
+        by_seed = dict(zip(self.goodput.seeds, self.goodput.by_seed, strict=True))
+        held = [each for each in self.goodput.probes if each.rate == by_seed.get(each.seed)]
         if not held:
             return ""
         one = min(held, key=lambda each: each.attained.both)
@@ -42,5 +43,8 @@ class Option:
         return self.goodput.rate if request.objective == "throughput" else self.value
 
 
-def rate_text(rate: float, gpus: int) -> str:
-    return f"{rate:.3g} requests/s on {gpus} GPU{'s' if gpus > 1 else ''}"
+def rate_text(request: PlanRequest, trial: Trial, rate: float) -> str:
+    """As the objective counts it."""
+    if request.rate is not None or request.objective == "throughput":
+        return f"{rate:.3g} requests/s on {trial.gpus} GPU{'s' if trial.gpus > 1 else ''}"
+    return f"{rate / trial.weight:.3g} requests/s per {request.unit}"

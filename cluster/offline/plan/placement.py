@@ -19,7 +19,7 @@ from functools import partial
 from math import inf
 from statistics import fmean
 
-from cluster.offline.plan.deploy import Layout
+from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.estimate import rank_by_estimate
 from cluster.offline.plan.layouts import Layouts, Rated
 from cluster.offline.plan.option import Option, rate_text
@@ -92,6 +92,8 @@ class PlacementSearch:
         self._until = 1.0  # share of the time that the current step may use
         self._notes: list[str] = []
         self._closest: tuple[float, str] = (-1.0, "")  # attainment, description
+        self._options: list[Option] = []  # simulated whole with all seeds
+        self._one_seed: dict[str, Option] = {}  # by kind of layout, the best of those ranked
         self._best: Option | None = None
         self.race = Race(request, first, each, width, self._on_first, self._on_option)
 
@@ -99,35 +101,44 @@ class PlacementSearch:
         """Raises `PlanError`, with what comes closest, when nothing fits or nothing meets the SLO."""
         start_s = time.perf_counter()
         shapes = instances(self._request)
+        try:
+            self._search(shapes)
+        except TimeUp:
+            self._complete = False
+        if not self._options and self._complete:
+            raise PlanError(self._no_answer())
+        options = list(self._options)
+        if not self._complete:  # of other kinds of layout, what was simulated with one seed is known
+            kinds = {option.layout.kind for option in options}
+            known = {each.layout: each for each in (*self.race.options, *self._one_seed.values())}
+            options += [option for option in known.values() if option.layout.kind not in kinds]
+        wall_s = time.perf_counter() - start_s
+        return PlacementResult(tuple(options), tuple(self._notes), self._requests, wall_s, self._complete)
+
+    def _search(self, shapes: Sequence[WorkerGroup]) -> None:
+        """Raises `TimeUp`."""
         self._run_race()
         layouts = Layouts(self._request, self._ranked, self._on_near_miss)
         self._until = COLOCATED_UNTIL
         colocated = layouts.colocated(shapes)
         self._until = SPLIT_UNTIL
         split = layouts.split(shapes)
-        options = [option for layout in split if (option := self._verified(layout))]
+        for layout in split:
+            self._verify(layout)
         room = max((each.gpus for each in split), default=0)
-        room = max((option.layout.gpus for option in options), default=room if not self._complete else 0)
-        options += [option for layout in layouts.filled(colocated, room) if (option := self._verified(layout))]
-        if splits := [option for option in options if option.layout.kind == "split"]:
+        room = max((option.layout.gpus for option in self._options), default=room if not self._complete else 0)
+        for layout in layouts.filled(colocated, room):
+            self._verify(layout)
+        if splits := [option for option in self._options if option.layout.kind == "split"]:
             best = max(splits, key=lambda option: option.value)
-            hybrid = self._verified(replace(best.layout, kind="hybrid", routing="splitwise"))
-            options += [hybrid] if hybrid else []
-        if not options and self._complete:
-            raise PlanError(self._no_answer())
-        if not self._complete:  # what was only simulated first is known too
-            seen = {option.layout for option in options}
-            options += [option for option in self.race.options if option.layout not in seen]
-        wall_s = time.perf_counter() - start_s
-        return PlacementResult(tuple(options), tuple(self._notes), self._requests, wall_s, self._complete)
+            self._verify(replace(best.layout, kind="hybrid", routing="splitwise"))
 
     def _run_race(self) -> None:
         try:
             self.race.run(partial(self._past, FIRST_UNTIL))
-        except TimeUp:
-            self._complete = False
+        finally:
+            self._requests += self.race.requests
         self._on_progress(FIRST_VERDICT, "decided" if self.race.decided else "not decided in its share of the time")
-        self._requests += self.race.requests
 
     def _on_first(self, layout: str, rate: float) -> None:
         self._on_progress(FIRST_VERDICT, f"trying {rate:.3g} requests/s on {layout}")
@@ -136,7 +147,7 @@ class PlacementSearch:
         """Show it if it is the best so far."""
         if self._best is None or option.merit(self._request) > self._best.merit(self._request):
             self._best = option
-            held = rate_text(option.goodput.rate, option.trial.gpus)
+            held = rate_text(self._request, option.trial, option.goodput.rate)
             self._on_progress(BEST_SO_FAR, f"at least {held}: {option.layout.description}")
 
     def _ranked(self, what: str, trials: Sequence[Trial], keep: int) -> Rated:
@@ -150,7 +161,7 @@ class PlacementSearch:
             Effort(request.target, request.seeds[0], tolerance, left, request.rate or inf),
             self._each,
             keep=keep,
-            on_progress=lambda done, best: self._on_progress(what, f"{done} of {len(trials)}{_best(best)}"),
+            on_progress=partial(self._on_ranked, what, len(trials)),
             time_up=partial(self._past, self._until),
         )
         self._requests += ranking.requests
@@ -165,31 +176,38 @@ class PlacementSearch:
                 self._on_near_miss(
                     trial.unloaded, f"{trial.name} would meet the SLO for {trial.unloaded:.1%} of requests alone"
                 )
+        if ranking.ended:
+            raise TimeUp
         if best is None and ranking.timed_out:
             return rank_by_estimate(request, trials, keep)
         return [(found.candidate, found.rate) for found in ranking.best]
+
+    def _on_ranked(self, what: str, trials: int, done: int, best: Found | None) -> None:
+        self._on_progress(what, f"{done} of {trials}{_best(best)}")
+        if best is not None and best.goodput is not None and best.rate and self._request.rate is None:
+            layout = best.candidate.layout
+            if layout.kind == "colocated" or len(layout.groups) > 1:  # not one phase alone
+                self._one_seed[layout.kind] = Option(layout, best.candidate, best.goodput)
+                self._on_option(self._one_seed[layout.kind])
 
     def _on_near_miss(self, attained: float, description: str) -> None:
         self._closest = max(self._closest, (attained, description))
 
     # ---- whole layouts -------------------------------------------------------------------------------------------
 
-    def _verified(self, layout: Layout) -> Option | None:
-        """Simulated whole with all seeds, enlarged until it serves the rate.
-
-        None: it does not meet the SLO, or the time was up first.
-        """
-        try:
-            return self._simulated(layout)
-        except TimeUp:
-            self._complete = False
-            self._notes.append(f"not simulated in time: {layout.description}")
-            return None
+    def _verify(self, layout: Layout) -> None:
+        """Simulate it whole with all seeds, enlarged until it serves the rate. Raises `TimeUp`."""
+        if (option := self._simulated(layout)) is not None:
+            self._options.append(option)
 
     def _simulated(self, layout: Layout) -> Option | None:
+        """None: it does not meet the SLO."""
         request = self._request
         trial, serves = self._whole(layout), None
         if request.rate is not None:
+            if request.rate > (most := trial.max_rate * SLACK):
+                self._on_near_miss(0.0, f"step costs allow {layout.description} at most {most:.4g} requests/s")
+                return None
             for _ in range(MAX_ADDED + 1):
                 serves = self._at(trial, request.rate)
                 if serves.both >= request.target:
@@ -205,7 +223,7 @@ class PlacementSearch:
                 return None
         self._verifying += 1
         what = f"layout {self._verifying} whole, with all seeds"
-        cap = max(trial.max_rate * SLACK, request.rate or 0.0)
+        cap = trial.max_rate * SLACK
         begun = next((each for each in self.race.contenders if each.trial.layout == layout and each.held), None)
         start = min(cap, begun.held) if begun else min(trial.estimate, cap) / 2.0
         stride = NEAR_STRIDE if begun else MAX_STRIDE

@@ -123,7 +123,7 @@ class Race:
             return [
                 (each, rate)
                 for each in self.contenders
-                if not each.held and each.broke > rate and each.trial.weight <= best
+                if not each.held and each.broke > rate and each.cap >= rate and each.trial.weight <= best
             ]
         alive = [each for each in self.contenders if self._may_win(each)]
         if len(alive) == 1 and alive[0].held:

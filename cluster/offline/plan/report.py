@@ -26,8 +26,8 @@ def plan_lines(request: PlanRequest, found: PlacementResult, verdict: PlanVerdic
     """Verdict, evidence and provenance. Without a verdict no layout was simulated whole in time."""
     requests = f"{found.requests:,} requests simulated in {found.wall_s:.0f} s"
     if verdict is None:
-        undecided = "Not decided in time: no layout was simulated whole; what was tried:"
-        return [undecided, *(f"  {each}" for each in found.notes), requests]
+        undecided = "Not decided in time: no simulation of a whole layout has ended, so only the estimate is known"
+        return [undecided, *found.notes, requests]
     load, chosen = request.load, verdict.chosen
     how = "its own times" if load.own_times else "Poisson arrivals"
     at = "" if request.rate is None else f" at {request.rate:g} requests/s"
@@ -40,7 +40,7 @@ def plan_lines(request: PlanRequest, found: PlacementResult, verdict: PlanVerdic
         *(f"  {line}" for line in _evidence(request, chosen)),
     ]
     for option in verdict.options[1:]:
-        lines += [f"instead of {option.layout.description}", *(f"  {line}" for line in _evidence(request, option))]
+        lines += [f"compared with {option.layout.description}", *(f"  {line}" for line in _evidence(request, option))]
     return [*lines, "", *found.notes, *_provenance(request, chosen), requests]
 
 
@@ -57,7 +57,7 @@ def first_lines(request: PlanRequest, first: FirstVerdict) -> list[str]:
 
 
 def _evidence(request: PlanRequest, option: Option) -> list[str]:
-    lines = [option.goodput.summary]
+    lines = [option.goodput.short]
     if option.headroom:
         lines.append(option.headroom)
     if (cost := serving_cost(request, option.layout, request.rate or option.goodput.rate)) is not None:
@@ -123,7 +123,7 @@ def change_lines(request: PlanRequest, best: Estimate) -> list[str]:
     """What one more GPU, another TP or a looser SLO would change for the most promising one."""
     lines = [f"Estimated effect of changes to {best.name}:"]
     for change in changes(request, best.layout):
-        rate = f"{change.rate:.3g} requests/s ({change.gain:+.0%})" if abs(change.gain) >= 0.005 else "no more"
+        rate = f"{change.rate:.3g} requests/s ({change.gain:+.0%})" if abs(change.gain) >= 0.005 else "no gain"
         lines.append(f"  {change.words}: {rate if change.rate else 'the SLO cannot be met'}")
     return lines
 
@@ -199,7 +199,7 @@ def _option_json(request: PlanRequest, option: Option) -> dict[str, Any]:
             "high": found.high,
             "by_seed": list(found.by_seed),
             "per_gpu": found.per_gpu,
-            "told": found.summary,
+            "told": found.short,
         },
         "attainment_at_rate": None if option.serves is None else to_builtins(option.serves),
     }

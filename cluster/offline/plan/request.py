@@ -122,10 +122,10 @@ class PlanRequest:
         """What is sought, as a sentence."""
         if self.rate is not None:
             least = {"cost": "dollars", "power": "watts"}.get(self.objective, "GPUs")
-            return f"Wanted: {self.rate:g} requests/s with the least {least}, at most {self.gpus} GPUs."
+            return f"Goal: {self.rate:g} requests/s with the least {least}, at most {self.gpus} GPUs."
         most = "" if self.objective == "throughput" else f" per {self.unit}"
         return (
-            f"Wanted: the most requests/s{most}, at most {self.gpus} GPUs; --rate R: the least that serve R requests/s."
+            f"Goal: the most requests/s{most}, at most {self.gpus} GPUs; --rate R: the least that serve R requests/s."
         )
 
     @property

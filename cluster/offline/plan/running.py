@@ -120,10 +120,16 @@ def observed_load(window: Window) -> Workload:
     """Its finished requests, at their times. Raises `PlanError`."""
     done = _finished(window)
     begin_ns, cached = done[0].arrived_ns, sum(each.cached_tokens for each in done)
+    notes = [f"{cached} cached prompt tokens count as computed"] if cached else []
+    if window.whole_ns:
+        notes.append(
+            "the gateway no longer has all requests of this time; gateway.trace_s and gateway.trace_requests set how "
+            "much it keeps"
+        )
     return Workload(
         "the cluster's load",
         tuple(Arrival((each.arrived_ns - begin_ns) / 1e9, each.prompt_tokens, each.output_tokens) for each in done),
-        notes=(f"{cached} cached prompt tokens count as computed",) if cached else (),
+        notes=tuple(notes),
     )
 
 

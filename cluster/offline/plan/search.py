@@ -63,10 +63,12 @@ class Effort:
 
 @dataclass(slots=True)
 class Ranking:
-    """All candidates, the most valuable first. `timed_out`: the time was up before all were tried."""
+    """All candidates, the most valuable first. `timed_out`: the time was up before all were tried; `ended`: the time of
+    the whole search."""
 
     found: list[Found] = field(default_factory=list)
     timed_out: bool = False
+    ended: bool = False
 
     @property
     def best(self) -> list[Found]:
@@ -117,7 +119,7 @@ def best_of(
                     best = found if best is None or found.value > best.value else best
                     on_progress(len(ranking.found), best)
             except TimeUp:
-                ranking.timed_out = True
+                ranking.timed_out = ranking.ended = True
         ranking.found += [Found(candidate, SearchOutcome.UNTRIED) for candidate in untried]
     ranking.found.sort(key=lambda each: -each.value)
     return ranking

@@ -137,10 +137,16 @@ def last_deadline_s(workload: Workload, slo: SLO) -> float | None:
 # ---- closed forms ------------------------------------------------------------------------------------------------
 
 
-def prompt_seconds(pool: PoolSpec, cost: CostModel, tokens: int) -> float:
-    """Of one prompt in steps of at most the pool's chunk, one after the other."""
+def prompt_steps(pool: PoolSpec, cost: CostModel, tokens: int) -> list[float]:
+    """Seconds of the steps of one prompt, each at most the pool's chunk."""
     chunk = pool.engine.max_batch_tokens
-    return sum(cost.prefill_seconds(min(chunk, tokens - done), done) for done in range(0, tokens, chunk))
+    return [cost.prefill_seconds(min(chunk, tokens - done), done) for done in range(0, tokens, chunk)]
+
+
+def prompt_latency(pool: PoolSpec, cost: CostModel, tokens: int) -> float:
+    """Seconds of one prompt on an idle worker: the steps follow each other through the pipeline stages."""
+    steps, stages = prompt_steps(pool, cost, tokens), pool.parallel.pipeline
+    return (sum(steps) + (stages - 1) * max(steps)) / stages
 
 
 def _busy_share(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], slo: SLO, target: float) -> float:
@@ -150,24 +156,24 @@ def _busy_share(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], sl
     """
     if pool.role is Role.DECODE or slo.ttft_s is None:
         return 1.0
-    unloaded = sorted(prompt_seconds(pool, cost, each.prompt_tokens) / pool.parallel.pipeline for each in arrivals)
+    unloaded = sorted(prompt_latency(pool, cost, each.prompt_tokens) for each in arrivals)
     slowest_s = unloaded[min(len(unloaded) - 1, int(target * len(unloaded)))]
     left_s = max(slo.ttft_s - slowest_s, 0.01 * slo.ttft_s)
-    return left_s / (left_s + sum(unloaded) / len(unloaded))
+    busy_s = sum(sum(prompt_steps(pool, cost, each.prompt_tokens)) for each in arrivals) / pool.parallel.pipeline
+    return left_s / (left_s + busy_s / len(arrivals))
 
 
 def _unloaded(
     pools: Sequence[PoolSpec], costs: Mapping[str, CostModel], arrivals: Sequence[Arrival], slo: SLO
 ) -> float:
-    """Pipeline stages share a prompt, but not a token. A request that the KV cannot hold is not served at all."""
+    """A request that the KV cannot hold is not served at all."""
     ttft_slo_s, tpot_slo_s = slo.ttft_s or inf, slo.tpot_s or inf
 
     def met(pool: PoolSpec, each: Arrival) -> bool:
         cost = costs[pool.name]
         if not held_at_once(pool.engine, each.prompt_tokens + each.output_tokens):
             return False
-        ttft_s = prompt_seconds(pool, cost, each.prompt_tokens) / pool.parallel.pipeline
-        if pool.role is not Role.DECODE and ttft_s > ttft_slo_s:
+        if pool.role is not Role.DECODE and prompt_latency(pool, cost, each.prompt_tokens) > ttft_slo_s:
             return False
         decodes = pool.role is not Role.PREFILL and each.output_tokens > 1
         return not decodes or cost.decode_seconds(1, each.prompt_tokens) <= tpot_slo_s
@@ -200,7 +206,7 @@ def capacity(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], tpot_
         prefill_s = (
             cost.mixed_seconds(((prompt, 0),) * together, 0, 0) / together
             if prompt <= engine.max_batch_tokens
-            else prompt_seconds(pool, cost, prompt)
+            else sum(prompt_steps(pool, cost, prompt))
         )
     if pool.role is Role.PREFILL or output <= 1:
         bound = stages / max(prefill_s, 1e-9)

@@ -12,7 +12,6 @@ from statistics import fmean
 from cluster.offline.plan.option import Option, rate_text
 from cluster.offline.plan.race import Race
 from cluster.offline.plan.request import PlanRequest
-from cluster.offline.plan.trial import Trial
 from cluster.offline.scoring.goodput import half_width
 
 
@@ -44,7 +43,7 @@ def first_verdict(request: PlanRequest, race: Race, after_s: float) -> FirstVerd
     found = judge(request, options, decided) if options else None
     if found is not None and decided and (tells := _excluded(request, race, found.chosen)):
         best = found.chosen
-        tells.append(f"{best.layout.kind} met the SLO at {_rate_of(request, best.trial, best.goodput.rate)}")
+        tells.insert(0, f"{best.layout.kind} met the SLO at {rate_text(request, best.trial, best.goodput.rate)}")
         found = replace(found, words=f"{found.words.partition(':')[0]}: {', '.join(tells)}")
     return FirstVerdict(found, decided, after_s, race.requests)
 
@@ -56,17 +55,11 @@ def _excluded(request: PlanRequest, race: Race, best: Option) -> list[str]:
         kind = one.trial.layout.kind
         if one.trial.layout == best.layout or (request.rate is not None and (one.held or not one.probes)):
             continue
-        if one.broke <= one.cap:
-            tells.append(f"{kind} missed the SLO at {_rate_of(request, one.trial, one.broke)}")
-        else:
-            tells.append(f"step costs allow {kind} at most {_rate_of(request, one.trial, one.cap)}")
+        limit = rate_text(request, one.trial, min(one.broke, one.cap))
+        known = f"{kind} missed it at {limit}" if one.broke <= one.cap else f"step costs allow {kind} at most {limit}"
+        close = request.rate is None and one.limit / one.trial.weight > best.value
+        tells.append(f"{known}{', too little more to matter' if close else ''}")
     return tells
-
-
-def _rate_of(request: PlanRequest, trial: Trial, rate: float) -> str:
-    if request.rate is not None or request.objective == "throughput":
-        return rate_text(rate, trial.gpus)
-    return f"{rate / trial.weight:.3g} requests/s per {request.unit}"
 
 
 def judge(request: PlanRequest, options: Sequence[Option], complete: bool = True) -> PlanVerdict:
@@ -91,7 +84,7 @@ def judge(request: PlanRequest, options: Sequence[Option], complete: bool = True
     if complete:
         advice = _advice(request, best.layout.kind, bool(by_kind["colocated"]), bool(by_kind["split"]))
     else:  # an untried layout may be better
-        advice = f"Not decided in time; the best that was simulated whole is {best.layout.kind}"
+        advice = f"Not decided yet; best so far: {best.layout.kind}"
     return PlanVerdict((best, *rest), f"{advice}{': ' if why else ''}{why}")
 
 

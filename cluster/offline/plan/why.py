@@ -83,10 +83,10 @@ class _Parts:
 
 
 _NAMES = {
-    "compute": "compute (arithmetic is {:.0%}",
-    "bandwidth": "bandwidth (reading weights and KV is {:.0%}",
-    "launches": "launches (kernel launches and latencies are {:.0%}",
-    "link": "link (sums between GPUs are {:.0%}",
+    "compute": "compute: arithmetic is {:.0%}",
+    "bandwidth": "bandwidth: reading weights and KV is {:.0%}",
+    "launches": "launches: kernel launches and latencies are {:.0%}",
+    "link": "link: all-reduces between GPUs are {:.0%}",
 }
 
 
@@ -103,14 +103,14 @@ def _parts(request: PlanRequest, group: WorkerGroup, tokens: int, pairs: float, 
     kernels_s = cost.kernel_seconds(tokens, decodes, pairs, context, decodes or 1)
     whole_s = kernels_s + seconds["launches"] + seconds["link"]
     limit = max(seconds, key=lambda name: seconds[name])
-    return _Parts(limit, f"{_NAMES[limit].format(seconds[limit] / whole_s)})")
+    return _Parts(limit, f"{_NAMES[limit].format(seconds[limit] / whole_s)}")
 
 
 def margins(trial: Trial, ttft_s: tuple[float, float]) -> str:
     """How near the SLOs are: TTFT alone, TPOT with the batch that the rate needs."""
     words = []
     if trial.slo.ttft_s is not None:
-        words.append(f"TTFT alone is {max(ttft_s) / trial.slo.ttft_s:.0%} of its SLO")
+        words.append(f"TTFT without load is {max(ttft_s) / trial.slo.ttft_s:.0%} of its SLO")
     shares = []
     for pool in trial.case.spec.pools:
         if pool.role is not Role.PREFILL and trial.slo.tpot_s is not None:
@@ -118,7 +118,7 @@ def margins(trial: Trial, ttft_s: tuple[float, float]) -> str:
             step_s = trial.case.models[pool.name].cost.decode_seconds(batch.size, batch.size * batch.context)
             shares.append(step_s / trial.slo.tpot_s)
     if shares:
-        words.append(f"TPOT of a full batch is {max(shares):.0%}")
+        words.append(f"TPOT of a full batch is {max(shares):.0%} of its SLO")
     return ", ".join(words)
 
 

@@ -131,32 +131,45 @@ class Goodput:
     @property
     def summary(self) -> str:
         """One sentence with the rate, its confidence interval, target, SLO, GPUs and what limits it."""
-        asked = f"at least {100 * self.target:g} % of requests with {slo_text(self.slo)}"
+        rate, why = self._rate_and_why
+        return f"{rate}: at least {100 * self.target:g} % of requests with {slo_text(self.slo)}; {why}"
+
+    @property
+    def short(self) -> str:
+        """The summary without target and SLO."""
+        return "; ".join(self._rate_and_why)
+
+    @property
+    def _rate_and_why(self) -> tuple[str, str]:
         if self.unattainable:
             near = self.closest
             return (
-                f"goodput 0 on {self.provisioned}: {asked} is not attainable, not even at {self.search.floor:g} "
-                f"requests/s; closest is {near.attained.both:.1%} at {near.rate:.4g} requests/s "
-                f"({_joined(self.limits)} missed)"
+                f"goodput 0 on {self.provisioned}",
+                f"not attainable, not even at {self.search.floor:g} requests/s; closest is {near.attained.both:.1%} at "
+                f"{near.rate:.4g} requests/s ({_joined(self.limits)} missed)",
             )
         if not self.complete:
-            return self._partial_summary(asked)
+            return self._partial_rate_and_why
         sure = f"95 % CI {self.low:.4g}..{self.high:.4g}, t over {len(self.seeds)} seeds"
         bound = "at least " if self.capped else ""
         limits = "the search's cap" if self.capped else _joined(self.limits)
         return (
             f"goodput {bound}{self.rate:.4g} requests/s ({sure if len(self.seeds) > 1 else 'one seed'}), "
-            f"{bound}{self.per_gpu:.4g} per {self.unit} on {self.provisioned}: {asked}; limited by {limits}"
+            f"{bound}{self.per_gpu:.4g} per {self.unit} on {self.provisioned}",
+            f"limited by {limits}",
         )
 
-    def _partial_summary(self, asked: str) -> str:
-        tried = f"{len(self.probes)} run{'s' * (len(self.probes) != 1)}"
+    @property
+    def _partial_rate_and_why(self) -> tuple[str, str]:
         if not self.probes:
-            return f"goodput not known: the time limit came before the end of the first run ({asked})"
+            return "goodput not known", "the time limit came before the end of the first run"
         low, bounds = min(self.by_seed), [each for each in self.broke if each is not None]
         below = f"below {max(bounds):.4g} requests/s" if bounds else ""
         held = " and ".join(filter(None, (f"at least {low:.4g} requests/s" if low else "", below)))
-        return f"goodput {held} on {self.provisioned}: {asked}; known from {tried}"
+        return (
+            f"goodput {held} on {self.provisioned}",
+            f"known from {len(self.probes)} run{'s' * (len(self.probes) > 1)}",
+        )
 
     def as_json(self) -> dict[str, Any]:
         import msgspec

@@ -87,3 +87,14 @@ def test_what_ends_a_search_ends_its_processes(by: str, tmp_path: Path) -> None:
 def test_what_the_search_raises_is_raised() -> None:
     with Budget(FOREVER_S, 1) as budget, pytest.raises(ZeroDivisionError):
         budget.run(lambda: 1 // 0)
+
+
+def test_ctrl_c_never_reaches_the_processes() -> None:
+    """Not even while they start, when they would print a traceback each."""
+    with Budget(FOREVER_S, 1) as budget:
+        assert budget.run(lambda: list(budget.each(blocked_signals, [0]))) == [{signal.SIGINT}]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def blocked_signals(_: int) -> set[int]:
+    return set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.offline.plan.instance import InstanceAnswer, LengthRanges, answers, instances_of, parse_range
-from cluster.offline.plan.instance_report import instance_json, instance_lines
+from cluster.offline.plan.instance_report import instance_estimates_json, instance_json, instance_lines
 from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.request import PlanError
 from cluster.offline.plan.trial import Trial
@@ -51,7 +51,7 @@ def test_the_three_answers_are_never_mixed(answer: InstanceAnswer) -> None:
     first, second, third = (next(i for i, line in enumerate(lines) if line.startswith(f"{n}.")) for n in (1, 2, 3))
     assert not any("requests/s" in line for line in lines[first:third])
     assert not any("TPOT" in line for line in lines[first:second])
-    value = instance_json(QUESTION, LENGTHS, [answer])
+    value = instance_estimates_json([answer.instance]) | instance_json(QUESTION, LENGTHS, [answer])
     paid, throughput = value["throughput"][0]["cost"], value["throughput"][0]
     assert paid["dollars_h"] == value["prices"][L4]
     assert paid["requests_s_per_dollar_h"] == pytest.approx(throughput["requests_per_s"] / paid["dollars_h"])

@@ -1,6 +1,7 @@
 """Small searches, whole: what is chosen, printed and refused."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,13 @@ import pytest
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.option import Option
-from cluster.offline.plan.placement import PlacementResult, PlacementSearch
+from cluster.offline.plan.placement import BEST_SO_FAR, PlacementResult, PlacementSearch
 from cluster.offline.plan.report import plan_json, plan_lines, write_plan
 from cluster.offline.plan.request import PlanError, PlanRequest
 from cluster.offline.plan.trial import full_trial
 from cluster.offline.plan.verdict import PlanVerdict, difference, judge
 from cluster.offline.scoring.figures import Attainment
-from cluster.offline.scoring.goodput import Goodput, Map, Search, TimeUp
+from cluster.offline.scoring.goodput import Goodput, Map, Probe, Search, TimeUp
 from cluster.spec import Role
 from cluster.spec_file import load_spec
 from tests.offline.plan.requests import L4, load, plan_request
@@ -57,7 +58,7 @@ def test_the_plan_is_a_cluster_file_with_its_evidence(
     question, found, verdict = small
     write_plan(tmp_path / "plan.yaml", question, found, verdict)
     text = (tmp_path / "plan.yaml").read_text()
-    assert verdict.words in text and verdict.chosen.goodput.summary in text
+    assert verdict.words in text and verdict.chosen.goodput.short in text
     spec = load_spec(tmp_path / "plan.yaml")
     assert sum(pool.num_ranks for pool in spec.pools) == verdict.chosen.layout.gpus
     assert spec.gateway.slo == question.slo
@@ -84,8 +85,23 @@ def test_without_time_to_rank_the_best_of_closed_forms_is_simulated_full_trial(
     found = PlacementSearch(question, ends_after(6), past=lambda share: True).search()
     assert found.options and not found.complete
     verdict = judge(question, found.options, found.complete)
-    assert verdict.words.startswith("Not decided in time")
+    assert verdict.words.startswith("Not decided yet")
     assert plan_json(question, found, verdict)["complete"] is False
+
+
+def test_the_best_colocated_instance_is_known_when_the_time_is_up() -> None:
+    def each(work: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+        for one in zip(*arguments, strict=True):
+            if one[0].layout.kind == "split":
+                raise TimeUp
+            yield work(*one)
+
+    said = []
+    found = PlacementSearch(plan_request(), each, lambda what, how_far: said.append((what, how_far))).search()
+    (option,) = found.options
+    assert option.layout.kind == "colocated" and option.goodput.rate > 0.0 and not found.complete
+    best = f"at least {option.value:.3g} requests/s per GPU: {option.layout.description}"
+    assert [how_far for what, how_far in said if what == BEST_SO_FAR][-1] == best
 
 
 def ends_after(runs: int) -> Map:
@@ -234,3 +250,12 @@ def test_a_difference_of_one_seed_has_no_interval() -> None:
 def test_without_a_split_the_verdict_says_why(gpus: int, words: str) -> None:
     question = plan_request(gpus=gpus)
     assert judge(question, [option(question, "colocated", (5.0,))]).words == f"Do not disaggregate: {words}"
+
+
+def test_headroom_is_that_of_a_seed_at_its_own_goodput() -> None:
+    question = plan_request(seeds=(0, 1))
+    made = option(question, "colocated", (10.0, 11.0))
+    met = {(10.0, 0): 0.93, (10.0, 1): 0.99, (11.0, 0): 0.8, (11.0, 1): 0.95}
+    probes = tuple(Probe(rate, seed, Attainment(share, 1.0, share, 1.0)) for (rate, seed), share in met.items())
+    told = replace(made, goodput=replace(made.goodput, probes=probes)).headroom
+    assert told.startswith("at 10 requests/s TTFT met by 93.0%"), told

@@ -1,6 +1,7 @@
 """The command `diptych plan`: its answers and its errors."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def test_an_instance_has_three_answers() -> None:
         ([*SMALL, "--ttft", "nan"], 2, "--ttft is nan"),
         ([*SMALL, "--attainment", "2"], 2, "2.0 is not in the range"),
         ([*SMALL, "--rate", "-3"], 1, "rate is -3.0"),
+        ([*SMALL, "--rate", "1e9"], 1, "no layout on up to 1 GPUs serves 1e+09 requests/s"),
         ([*SMALL, "--nodes", "3"], 1, "nodes is 3"),
         ([*SMALL, "--model", "lama-3-8b"], 1, "did you mean 'llama-3-8b'"),
         ([*SMALL, "--hardware", "a100-80g"], 1, "did you mean 'a100-80gb'"),
@@ -66,6 +68,9 @@ def test_an_instance_has_three_answers() -> None:
         ([*SMALL, "--price", "h100=2"], 1, "a price is given for h100, which is none of l4"),
         ([*SMALL, "--prompt", "9-5", "--output", "5"], 1, "--prompt is '9-5'"),
         ([*SMALL, "--prompt", "9", "--output", "5", "--users", "x"], 2, "--users is 'x'"),
+        ([*SMALL, "--prompt", "9", "--output", "5", "--ttft", "0"], 2, "--ttft is 0.0"),
+        ([*SMALL, "--prompt", "9", "--output", "5", "--hardware", "l4,l4"], 1, "different kinds"),
+        ([*SMALL, "--prompt", "9", "--output", "5", "--hardware", ","], 1, "one or more different kinds"),
     ],
 )
 def test_an_error_is_one_line(words: list[str], code: int, message: str) -> None:
@@ -82,7 +87,7 @@ PLACED = ["--model", "llama-3-8b", "--hardware", "l4", "--gpus", "2", *LOAD, *TA
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (INSTANCE, "h100-80gb\n  fits with KV for"),
+        (INSTANCE, "h100-80gb\n  fits, with KV for"),
         (PLACED, "colocated: "),
     ],
 )
@@ -115,32 +120,56 @@ def test_the_limit_bounds_the_answer_and_marks_it() -> None:
     assert value["estimates"][0]["rate"] > 0.0
 
 
+def started(command: list[str]) -> "subprocess.Popen[str]":
+    """In its own process group, which a terminal sends Ctrl-C to."""
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
 def test_an_interrupt_prints_the_best_so_far() -> None:
     command = [sys.executable, "-m", "cluster.cli", "plan", *INSTANCE, "--processes", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with started(command) as process:
         assert process.stdout is not None and process.stderr is not None
         first = process.stderr.readline()
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60.0)
     assert "simulated (at most" in first
     assert process.returncode == 130, err
     assert "without queueing" in out and "3. Goodput" in out
-    assert out.rstrip().endswith("Ctrl-C ended the simulation: this is the best answer so far")
+    assert out.rstrip().endswith("Ctrl-C ended the simulation: this answer is incomplete")
     assert "Traceback" not in err
 
 
 def test_an_interrupted_search_prints_all_layers_as_json() -> None:
     command = [sys.executable, "-m", "cluster.cli", "plan", *PLACED, "--processes", "1", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with started(command) as process:
         assert process.stderr is not None
         progress = process.stderr.readline()
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60.0)
     assert progress.startswith("first verdict: trying") and process.returncode == 130, err
+    assert "Traceback" not in err  # the processes were starting
     value = json.loads(out)
     assert value["ended_by"] == "Ctrl-C" and value["complete"] is False
     assert value["estimates"][0]["rate"] > 0.0 and value["what_if"]["changes"]
     assert value["first"]["decided"] is False and value["verdict"].lower().startswith("not decided")
+
+
+@pytest.mark.parametrize("words", [INSTANCE, PLACED])
+def test_an_interrupt_before_the_simulation_keeps_the_estimate(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cluster.offline.plan.budget.Budget.__init__", interrupt)
+    result = plan(*words, "--json")
+    assert result.exit_code == 130, result.output
+    value = json.loads(result.stdout)
+    assert value["ended_by"] == "Ctrl-C" and value["complete"] is False
+    assert value["estimates"][0]["rate"] > 0.0 and value["what_if"]["changes"]
+    shown = plan(*words)
+    assert shown.exit_code == 130 and "without queueing" in shown.stdout
+    assert shown.stdout.rstrip().endswith("Ctrl-C ended the simulation: this answer is incomplete")
 
 
 def test_an_slo_that_no_layout_meets_is_not_simulated() -> None:

@@ -1,6 +1,8 @@
 """The first verdict: certain as soon as no further run can change it, and what is known before."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -77,7 +79,7 @@ def test_a_loser_is_tried_no_more() -> None:
     assert sum(kind == "split" for kind, _ in runs.tried) == 1
     found = first_verdict(question, made, 1.0)
     assert found.verdict is not None
-    assert found.verdict.words.startswith("Do not disaggregate: split missed the SLO at")
+    assert found.verdict.words.startswith("Do not disaggregate: colocated met the SLO at")
 
 
 def test_what_is_known_when_the_time_is_up_advises_nothing() -> None:
@@ -88,7 +90,7 @@ def test_what_is_known_when_the_time_is_up_advises_nothing() -> None:
         made.run()
     found = first_verdict(question, made, 50.0)
     assert not found.decided and found.verdict is not None
-    assert found.verdict.words.startswith("Not decided in time")
+    assert found.verdict.words.startswith("Not decided yet")
 
 
 def test_layouts_grow_until_they_serve_the_rate() -> None:
@@ -110,3 +112,11 @@ def test_a_race_probes_several_rates_at_once_on_many_cores() -> None:
     wide.run(past=lambda: bool(runs.tried))
     assert len(runs.tried) == 8
     assert len({rate for kind, rate in runs.tried if kind == "split"}) == 4
+
+
+def test_a_rate_above_what_steps_allow_is_not_tried() -> None:
+    question = plan_request(gpus=2, rate=2.0)
+    runs = MadeUpRuns({"colocated": inf, "split": inf})
+    made = Race(replace(question, rate=1e6), contenders(question), runs.each)
+    made.run()
+    assert made.decided and not runs.tried and not made.options

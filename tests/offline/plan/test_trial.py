@@ -6,7 +6,7 @@ import pytest
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup, case_of
 from cluster.offline.plan.load import PlanLoad
-from cluster.offline.plan.trial import Trial, decode_trial, full_trial, last_deadline_s, prefill_trial
+from cluster.offline.plan.trial import Trial, decode_trial, full_trial, last_deadline_s, prefill_trial, prompt_latency
 from cluster.offline.scoring.figures import attainment
 from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.sim.compare import Case, capacity
@@ -110,3 +110,12 @@ def test_pools_of_one_role_add_up_in_the_capacity_of_a_cluster_file() -> None:
     both = Case("both", replace(case.spec, pools=pools), {**case.models, "slow": slow})
     source = plan_request().load.source
     assert capacity(both, source) >= capacity(case, source)
+
+
+@pytest.mark.parametrize("tokens", [400, 1500, 5000])  # in one step, and in three of different lengths
+def test_a_pipeline_takes_as_long_for_a_prompt_as_the_closed_form_says(tokens: int) -> None:
+    layout = Layout("colocated", (WorkerGroup(Role.MIXED, L4, 1, 2),))
+    trial = full_trial(plan_request(load=load(f"{tokens}/2"), slo=SLO(5.0, 0.5)), layout)
+    pool = trial.case.spec.pools[0]
+    expected_s = prompt_latency(pool, trial.case.models[pool.name].cost, tokens)
+    assert trial.run(0.01, 0).served[0].ttft_s == pytest.approx(expected_s, rel=0.05)

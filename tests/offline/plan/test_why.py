@@ -52,7 +52,7 @@ def test_only_a_split_has_a_handoff_and_a_slow_link_binds_it() -> None:
 
 def test_margins_are_shares_of_the_slo() -> None:
     question = plan_request(slo=SLO(1.0, 0.1))
-    assert margins(full_trial(question, MIXED), (0.1, 0.25)).startswith("TTFT alone is 25% of its SLO, TPOT")
+    assert margins(full_trial(question, MIXED), (0.1, 0.25)).startswith("TTFT without load is 25% of its SLO, TPOT")
 
 
 def test_one_more_gpu_brings_its_share_and_a_looser_promise_never_less() -> None:
