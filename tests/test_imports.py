@@ -105,6 +105,13 @@ PARTS = (
     "workers.server",
     "workers.worker",
 )
+# All that read the wall clock, which may jump: for times that people read, ids of files, and an API of Ray.
+READS_WALL_CLOCK = (
+    *("cluster.cli.local_servers", "cluster.cli.trace", "cluster.frontend.grpc.services", "cluster.frontend.http"),
+    *("cluster.observe.otlp", "cluster.offline", "cluster.runtime.ray_nodes"),
+    *("workers.kv_store.abandoned", "workers.model.chat_template", "benchmarks"),
+)
+WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now"}
 VALUES = (
     *("diptych.errors", "diptych.clock", "diptych.watchdog"),
     *("diptych.events", "diptych.view", "diptych.options", "diptych.shapes"),
@@ -207,6 +214,14 @@ def test_cluster_sees_of_workers_a_short_list() -> None:
         allowed = (*WAIST, *PARTS) if below(name, COMPOSERS) else WAIST
         for imported in imports(tree):
             assert not imported.startswith("workers.") or below(imported, allowed), f"{name} imports {imported}"
+
+
+def test_only_what_people_read_is_by_the_wall_clock() -> None:
+    """So deadlines, leases and heartbeats do not change when it jumps."""
+    for name, tree in modules():
+        read = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & WALL_CLOCK
+        read |= {each for each in imports(tree) if each in WALL_CLOCK}
+        assert not read or below(name, READS_WALL_CLOCK), f"{name} reads {read}; use diptych.clock or time.monotonic"
 
 
 def test_only_the_request_runner_sees_request_states() -> None:
