@@ -5,34 +5,32 @@ only the first in the view exports workers, so that sums over engines count each
 """
 
 from collections.abc import Iterator
-from itertools import chain
 
 from prometheus_client.metrics_core import Metric
 
-from cluster.observe.metrics.families import Rows, counter, gauge, histogram
-from cluster.observe.metrics.workers import Value, live_workers
+from cluster.observe.metrics.families import Family, counter, families, gauge, histogram
+from cluster.observe.metrics.workers import live_workers
 from cluster.policy.slo_attainment import GatewayAttainment
-from diptych.view import ClusterView
+from diptych.view import ClusterView, WorkerView
 from workers.request import FinishReason
 
 LABELS = ("model_name", "engine")
 REASONS = {FinishReason.EOS.value: "stop", FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length"}
 
 WAITING = "Waiting requests: in the gateway's queue, or at a worker for blocks or a slot."
-GAUGES: tuple[tuple[str, str, Value], ...] = (
-    ("num_requests_running", "Running sequences.", lambda worker: worker.stats.running),
+WORKERS: tuple[Family[WorkerView], ...] = (
+    (gauge, "num_requests_running", "Running sequences.", lambda each: each.stats.running),
     (
+        gauge,
         "kv_cache_usage_perc",
         "Share of the KV blocks in use: 1 is all.",
-        lambda worker: 1.0 - worker.stats.free_blocks / max(1, worker.stats.total_blocks),
+        lambda each: 1.0 - each.stats.free_blocks / max(1, each.stats.total_blocks),
     ),
-)
-COUNTERS: tuple[tuple[str, str, Value], ...] = (
-    ("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda worker: worker.stats.sought_tokens),
-    ("prefix_cache_hits", "Tokens found in the prefix cache.", lambda worker: worker.stats.found_tokens),
-    ("num_preemptions", "Preempted sequences.", lambda worker: worker.stats.preemptions),
-    ("nixl_num_failed_transfers", "Fetches of KV that failed.", lambda worker: worker.stats.pulls.failed),
-    ("nixl_num_kv_expired_reqs", "Leases that expired.", lambda worker: worker.stats.expired_leases),
+    (counter, "prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda each: each.stats.sought_tokens),
+    (counter, "prefix_cache_hits", "Tokens found in the prefix cache.", lambda each: each.stats.found_tokens),
+    (counter, "num_preemptions", "Preempted sequences.", lambda each: each.stats.preemptions),
+    (counter, "nixl_num_failed_transfers", "Fetches of KV that failed.", lambda each: each.stats.pulls.failed),
+    (counter, "nixl_num_kv_expired_reqs", "Leases that expired.", lambda each: each.stats.expired_leases),
 )
 
 
@@ -78,14 +76,8 @@ def vllm_families(attainment: GatewayAttainment, gateway: str, view: ClusterView
         ("nixl_num_descriptors", "Ranges of a KV handoff.", totals.transfer_ranges),
     ):
         yield histogram(f"vllm:{name}", text, LABELS, own, histograms.summed())
-    live = live_workers(view) if view.gateways[:1] in ((), (gateway,)) else ()
-
-    def rows(value: Value) -> Rows:
-        return (((model, worker.name), value(worker)) for worker in live)
-
-    waiting = chain([(own, attainment.queued)], rows(lambda worker: worker.stats.waiting))
+    workers = live_workers(view) if view.gateways[:1] in ((), (gateway,)) else ()
+    live = [((model, worker.name), worker) for worker in workers]
+    waiting = [(own, attainment.queued), *((values, worker.stats.waiting) for values, worker in live)]
     yield gauge("vllm:num_requests_waiting", WAITING, LABELS, waiting)
-    for name, text, value in GAUGES:
-        yield gauge(f"vllm:{name}", text, LABELS, rows(value))
-    for name, text, value in COUNTERS:
-        yield counter(f"vllm:{name}", text, LABELS, rows(value))
+    yield from families("vllm:", LABELS, WORKERS, live)

@@ -1,90 +1,89 @@
 """Metrics of workers as a gateway sees them. Every gateway exports all workers. A worker's counters restart with it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 from prometheus_client.metrics_core import Metric
 
-from cluster.observe.metrics.families import Rows, counter, gauge
+from cluster.observe.metrics.families import Family, Rows, counter, families, gauge
 from cluster.spec import Role
 from diptych.view import REFUSALS, BorrowStats, ClusterView, TierStats, WorkerState, WorkerView
 
-Value = Callable[[WorkerView], float]
 LABELS = ("gateway", "worker", "pool")
 
-GAUGES: tuple[tuple[str, str, Value], ...] = (
-    ("running_requests", "Running sequences.", lambda worker: worker.stats.running),
-    ("waiting_requests", "Sequences that wait for blocks or a slot.", lambda worker: worker.stats.waiting),
-    ("reserved_requests", "Reserved decode slots whose KV has not arrived.", lambda worker: worker.stats.reserved),
-    ("queued_tokens", "Prompt tokens still to compute.", lambda worker: worker.stats.queued_tokens),
-    ("kv_blocks", "Blocks of the KV pool.", lambda worker: worker.stats.total_blocks),
-    ("kv_used_blocks", "Blocks in use.", lambda worker: worker.stats.used_blocks),
-    ("kv_cached_blocks", "Free blocks that hold a prefix.", lambda worker: worker.stats.cached_blocks),
-    ("kv_quarantined_blocks", "Blocks that a read may still write.", lambda worker: worker.stats.quarantined_blocks),
-    ("leases", "Prompts held for a reader.", lambda worker: worker.stats.leases),
-    ("lent_blocks", "Blocks that hold KV of other workers' sequences.", lambda worker: worker.stats.lent_blocks),
-    ("borrowed_blocks", "Blocks of its sequences that others hold.", lambda worker: worker.stats.borrowed_blocks),
-    ("step_seconds", "Moving average of the latest steps.", lambda worker: worker.stats.step_s),
-    ("bubble_ratio", "Idle share of the stages' time.", lambda worker: worker.stats.bubble_share),
-    ("adapters", "LoRA adapters in its memory.", lambda worker: len(worker.stats.adapters)),
-    ("memory_bytes", "Resident memory, as last reported.", lambda worker: worker.memory_bytes),
+STARTS: tuple[Family[WorkerView], ...] = (
+    (
+        gauge,
+        "consecutive_failures",
+        "Starts in a row that failed or did not last; 0: it runs.",
+        lambda each: each.failures,
+    ),
+    (counter, "restarts", "How often the worker was replaced.", lambda each: each.restarts),
 )
-COUNTERS: tuple[tuple[str, str, Value], ...] = (
-    ("steps", "Steps.", lambda worker: worker.stats.steps),
-    ("preemptions", "Preempted sequences.", lambda worker: worker.stats.preemptions),
-    ("prefix_query_tokens", "Tokens looked up in the prefix cache.", lambda worker: worker.stats.sought_tokens),
-    ("prefix_hit_tokens", "Tokens found in the prefix cache.", lambda worker: worker.stats.found_tokens),
-    ("non_finite_requests", "Requests whose logits were not finite.", lambda worker: worker.stats.non_finite),
-    ("expired_leases", "Leases that expired.", lambda worker: worker.stats.expired_leases),
-    ("expired_loans", "Loans of blocks that expired.", lambda worker: worker.stats.expired_loans),
-    ("transfers", "Fetches of KV that arrived.", lambda worker: worker.stats.pulls.arrived),
-    ("failed_transfers", "Fetches of KV that failed.", lambda worker: worker.stats.pulls.failed),
-    ("corrupt_transfers", "Of the failed, those with a wrong digest.", lambda worker: worker.stats.pulls.corrupt),
-    ("transfer_bytes", "Bytes fetched.", lambda worker: worker.stats.pulls.num_bytes),
-    ("transfer_seconds", "Time of the fetches that arrived, summed.", lambda worker: worker.stats.pulls.seconds),
-    ("transfer_descriptors", "Ranges read.", lambda worker: worker.stats.pulls.num_descriptors),
-)
-
-TierValue = Callable[[TierStats], float]
-SOURCE_COUNTERS: tuple[tuple[str, str, TierValue], ...] = (
-    ("hit_tokens", "Of the found tokens, those of each tier; fetched: from others.", lambda tier: tier.hit_tokens),
-    ("saved_seconds", "Time to compute these, less the time to load them.", lambda tier: tier.saved_s),
-    ("lent_tokens", "Tokens that other workers fetched from the tier.", lambda tier: tier.lent_tokens),
-)
-TIER_GAUGES: tuple[tuple[str, str, TierValue], ...] = (
-    ("blocks", "Blocks that the tier holds.", lambda tier: tier.blocks),
-    ("capacity_blocks", "Blocks that it has room for.", lambda tier: tier.capacity_blocks),
-    ("pinned_blocks", "Pinned blocks that it holds.", lambda tier: tier.pinned_blocks),
-    ("healthy", "0: it is no longer read or written, or has stored nothing.", lambda tier: not tier.trouble),
-)
-TIER_COUNTERS: tuple[tuple[str, str, TierValue], ...] = (
-    ("read_bytes", "KV read from the tier.", lambda tier: tier.read_bytes),
-    ("written_bytes", "KV written to it.", lambda tier: tier.written_bytes),
-    ("dropped_blocks", "Blocks that the tier did not store.", lambda tier: tier.dropped_blocks),
-    ("timeouts", "Reads and writes past their deadline.", lambda tier: tier.late),
-    ("failures", "Reads and writes that failed, and reads of other bytes.", lambda tier: tier.failures),
+WORKERS: tuple[Family[WorkerView], ...] = (
+    (gauge, "running_requests", "Running sequences.", lambda each: each.stats.running),
+    (gauge, "waiting_requests", "Sequences that wait for blocks or a slot.", lambda each: each.stats.waiting),
+    (gauge, "reserved_requests", "Reserved decode slots whose KV has not arrived.", lambda each: each.stats.reserved),
+    (gauge, "queued_tokens", "Prompt tokens still to compute.", lambda each: each.stats.queued_tokens),
+    (gauge, "kv_blocks", "Blocks of the KV pool.", lambda each: each.stats.total_blocks),
+    (gauge, "kv_used_blocks", "Blocks in use.", lambda each: each.stats.used_blocks),
+    (gauge, "kv_cached_blocks", "Free blocks that hold a prefix.", lambda each: each.stats.cached_blocks),
+    (gauge, "kv_quarantined_blocks", "Blocks that a read may still write.", lambda each: each.stats.quarantined_blocks),
+    (gauge, "leases", "Prompts held for a reader.", lambda each: each.stats.leases),
+    (gauge, "lent_blocks", "Blocks that hold KV of other workers' sequences.", lambda each: each.stats.lent_blocks),
+    (gauge, "borrowed_blocks", "Blocks of its sequences that others hold.", lambda each: each.stats.borrowed_blocks),
+    (gauge, "step_seconds", "Moving average of the latest steps.", lambda each: each.stats.step_s),
+    (gauge, "bubble_ratio", "Idle share of the stages' time.", lambda each: each.stats.bubble_share),
+    (gauge, "adapters", "LoRA adapters in its memory.", lambda each: len(each.stats.adapters)),
+    (gauge, "memory_bytes", "Resident memory, as last reported.", lambda each: each.memory_bytes),
+    (counter, "steps", "Steps.", lambda each: each.stats.steps),
+    (counter, "preemptions", "Preempted sequences.", lambda each: each.stats.preemptions),
+    (counter, "prefix_query_tokens", "Tokens looked up in the prefix cache.", lambda each: each.stats.sought_tokens),
+    (counter, "prefix_hit_tokens", "Tokens found in the prefix cache.", lambda each: each.stats.found_tokens),
+    (counter, "non_finite_requests", "Requests whose logits were not finite.", lambda each: each.stats.non_finite),
+    (counter, "expired_leases", "Leases that expired.", lambda each: each.stats.expired_leases),
+    (counter, "expired_loans", "Loans of blocks that expired.", lambda each: each.stats.expired_loans),
+    (counter, "transfers", "Fetches of KV that arrived.", lambda each: each.stats.pulls.arrived),
+    (counter, "failed_transfers", "Fetches of KV that failed.", lambda each: each.stats.pulls.failed),
+    (counter, "corrupt_transfers", "Of the failed, those with a wrong digest.", lambda each: each.stats.pulls.corrupt),
+    (counter, "transfer_bytes", "Bytes fetched.", lambda each: each.stats.pulls.num_bytes),
+    (counter, "transfer_seconds", "Time of the fetches that arrived, summed.", lambda each: each.stats.pulls.seconds),
+    (counter, "transfer_descriptors", "Ranges read.", lambda each: each.stats.pulls.num_descriptors),
 )
 
-
-LoanValue = Callable[[BorrowStats], float]
-LOAN_GAUGES: tuple[tuple[str, str, LoanValue], ...] = (
-    ("loan_blocks", "Blocks of its sequences that this lender holds.", lambda loan: loan.blocks),
-    ("loan_bytes", "Their KV.", lambda loan: loan.num_bytes),
-    ("loan_oldest_seconds", "Age of its oldest loan from this lender.", lambda loan: loan.oldest_s),
+SOURCES: tuple[Family[TierStats], ...] = (
+    (
+        counter,
+        "hit_tokens",
+        "Of the found tokens, those of each tier; fetched: from others.",
+        lambda each: each.hit_tokens,
+    ),
+    (counter, "saved_seconds", "Time to compute these, less the time to load them.", lambda each: each.saved_s),
+    (counter, "lent_tokens", "Tokens that other workers fetched from the tier.", lambda each: each.lent_tokens),
 )
-LOAN_COUNTERS: tuple[tuple[str, str, LoanValue], ...] = (
-    ("loans", "Loans from this lender.", lambda loan: loan.loans),
-    ("loan_recalls", "Loans that this lender recalled.", lambda loan: loan.recalls),
+TIERS: tuple[Family[TierStats], ...] = (
+    (gauge, "blocks", "Blocks that the tier holds.", lambda each: each.blocks),
+    (gauge, "capacity_blocks", "Blocks that it has room for.", lambda each: each.capacity_blocks),
+    (gauge, "pinned_blocks", "Pinned blocks that it holds.", lambda each: each.pinned_blocks),
+    (gauge, "healthy", "0: it is no longer read or written, or has stored nothing.", lambda each: not each.trouble),
+    (counter, "read_bytes", "KV read from the tier.", lambda each: each.read_bytes),
+    (counter, "written_bytes", "KV written to it.", lambda each: each.written_bytes),
+    (counter, "dropped_blocks", "Blocks that the tier did not store.", lambda each: each.dropped_blocks),
+    (counter, "timeouts", "Reads and writes past their deadline.", lambda each: each.late),
+    (counter, "failures", "Reads and writes that failed, and reads of other bytes.", lambda each: each.failures),
+)
+
+LOANS: tuple[Family[BorrowStats], ...] = (
+    (gauge, "loan_blocks", "Blocks of its sequences that this lender holds.", lambda each: each.blocks),
+    (gauge, "loan_bytes", "Their KV.", lambda each: each.num_bytes),
+    (gauge, "loan_oldest_seconds", "Age of its oldest loan from this lender.", lambda each: each.oldest_s),
+    (counter, "loans", "Loans from this lender.", lambda each: each.loans),
+    (counter, "loan_recalls", "Loans that this lender recalled.", lambda each: each.recalls),
 )
 
 
 def worker_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
-    live = live_workers(view)
-
-    def rows(value: Value) -> Rows:
-        return (((gateway, worker.name, worker.pool), value(worker)) for worker in live)
-
     roles = (((gateway, worker.name, worker.role.value), 1) for worker in view.workers)
     yield gauge("diptych_worker_role", "1: the worker's role.", ("gateway", "worker", "role"), roles)
     states = ("gateway", "role", "state")
@@ -94,50 +93,23 @@ def worker_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
     wanted = (((gateway, pool.name), pool.wanted) for pool in view.pools)
     yield gauge("diptych_pool_workers", "Workers of a pool that are ready.", ("gateway", "pool"), there)
     yield gauge("diptych_pool_target_workers", "Target number of workers of a pool.", ("gateway", "pool"), wanted)
-    all_workers = tuple((gateway, worker.name, worker.pool) for worker in view.workers)
-    failures = zip(all_workers, (worker.failures for worker in view.workers), strict=True)
-    text = "Starts in a row that failed or did not last; 0: it runs."
-    yield gauge("diptych_worker_consecutive_failures", text, LABELS, failures)
-    restarts = zip(all_workers, (worker.restarts for worker in view.workers), strict=True)
-    yield counter("diptych_worker_restarts", "How often the worker was replaced.", LABELS, restarts)
-    for name, text, value in GAUGES:
-        yield gauge(f"diptych_worker_{name}", text, LABELS, rows(value))
-    for name, text, value in COUNTERS:
-        yield counter(f"diptych_worker_{name}", text, LABELS, rows(value))
-    yield from _tier_families(gateway, live)
-    yield from _loan_families(gateway, live)
 
+    def named(workers: Iterable[WorkerView]) -> list[tuple[tuple[str, ...], WorkerView]]:
+        return [((gateway, worker.name, worker.pool), worker) for worker in workers]
 
-def _tier_families(gateway: str, live: tuple[WorkerView, ...]) -> Iterator[Metric]:
-    labels = (*LABELS, "tier")
-
-    named = [((gateway, worker.name, worker.pool), worker.stats) for worker in live]
-    sources = [((*values, source.name), source) for values, stats in named for source in stats.sources]
-    tiers = [((*values, tier.name), tier) for values, stats in named for tier in stats.tiers]
-    for name, text, value in SOURCE_COUNTERS:
-        yield counter(f"diptych_worker_cache_{name}", text, labels, [(values, value(each)) for values, each in sources])
-    if not tiers:
-        return
-    for name, text, value in TIER_GAUGES:
-        yield gauge(f"diptych_worker_cache_{name}", text, labels, [(values, value(tier)) for values, tier in tiers])
-    for name, text, value in TIER_COUNTERS:
-        yield counter(f"diptych_worker_cache_{name}", text, labels, [(values, value(tier)) for values, tier in tiers])
-
-
-def _loan_families(gateway: str, live: tuple[WorkerView, ...]) -> Iterator[Metric]:
-    labels = (*LABELS, "lender")
-    pairs = [
-        ((gateway, worker.name, worker.pool, loan.lender), loan) for worker in live for loan in worker.stats.borrowed
-    ]
-    if not pairs:
-        return
-    for name, text, value in LOAN_GAUGES:
-        yield gauge(f"diptych_worker_{name}", text, labels, [(values, value(loan)) for values, loan in pairs])
-    for name, text, value in LOAN_COUNTERS:
-        yield counter(f"diptych_worker_{name}", text, labels, [(values, value(loan)) for values, loan in pairs])
-    refused = [((*values, reason), dict(loan.refusals).get(reason, 0)) for values, loan in pairs for reason in REFUSALS]
-    text = "Requests for a loan that this lender refused, by reason."
-    yield counter("diptych_worker_loan_refusals", text, (*labels, "reason"), refused)
+    yield from families("diptych_worker_", LABELS, STARTS, named(view.workers))
+    live = named(live_workers(view))
+    yield from families("diptych_worker_", LABELS, WORKERS, live)
+    sources = [((*values, each.name), each) for values, worker in live for each in worker.stats.sources]
+    yield from families("diptych_worker_cache_", (*LABELS, "tier"), SOURCES, sources)
+    if tiers := [((*values, each.name), each) for values, worker in live for each in worker.stats.tiers]:
+        yield from families("diptych_worker_cache_", (*LABELS, "tier"), TIERS, tiers)
+    if loans := [((*values, each.lender), each) for values, worker in live for each in worker.stats.borrowed]:
+        yield from families("diptych_worker_", (*LABELS, "lender"), LOANS, loans)
+        counts = ((values, dict(loan.refusals)) for values, loan in loans)
+        refused = [((*values, reason), count.get(reason, 0)) for values, count in counts for reason in REFUSALS]
+        text = "Requests for a loan that this lender refused, by reason."
+        yield counter("diptych_worker_loan_refusals", text, (*LABELS, "lender", "reason"), refused)
 
 
 def live_workers(view: ClusterView) -> tuple[WorkerView, ...]:
