@@ -106,20 +106,12 @@ LEASE_PROTOCOL = RpcProtocol(
 
 
 class LeaseSource(Protocol):
-    """The owner's leases, as the control server needs them. Both raise `LeaseLost`."""
+    """The owner's leases, as the control server needs them: see `workers.transfer.lease_server.LeaseServer`."""
 
     async def watch(
         self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
-    ) -> Progress:
-        """Extend the lease; return when more than `have_blocks` are ready or all are, at the latest at the timeout.
-
-        The result has digests for `pieces`. Raises `PeerRefused` when no rank holds one of them.
-        """
-        ...
-
-    def release(self, lease: str, epoch: int) -> None:
-        """End a lease that is valid at this moment."""
-        ...
+    ) -> Progress: ...
+    def release(self, lease: str, epoch: int) -> None: ...
 
 
 class ControlServer:

@@ -102,11 +102,11 @@ class Worker:
         self._kv_fetcher = KVFetcher(
             config, self.engine, executor, self._peer_links, self._subscribers.post, self._changed
         )
-        now_s = asyncio.get_running_loop().time
+        loop_time = asyncio.get_running_loop().time
         self._multi_step = MultiStep(
-            self.engine, executor, self._subscribers.late_reader, self._stats, now_s, heartbeat_s
+            self.engine, executor, self._subscribers.late_reader, self._stats, loop_time, heartbeat_s
         )
-        self._engine_loop = EngineLoop(self.engine, executor, self._deliver, now_s, self._multi_step)
+        self._engine_loop = EngineLoop(self.engine, executor, self._deliver, loop_time, self._multi_step)
         self._lender = KVLender(config, self.engine, executor, self._kv_fetcher, self._ticket, self._changed)
         self._borrower = KVBorrower(
             config, self.engine, executor, self._peer_links, self._kv_fetcher, self._ticket, self._changed
@@ -254,14 +254,14 @@ class Worker:
         self._require_open()
         self.engine.reservations.begin_fetch(key)
         if ticket is None:
-            self.engine.reservations.fetched(key, self._now_s(), num_tokens=0, starts_decoding=starts_decoding)
+            self.engine.reservations.fetched(key, now_s(), num_tokens=0, starts_decoding=starts_decoding)
             return self._changed()
         self._kv_fetcher.fetch(key, ticket, starts_decoding=starts_decoding)
 
     async def decode(self, key: str, tokens: tuple[int, ...]) -> None:
         """Decode after these tokens, generated elsewhere, once the KV is here. Outputs: TokensOut."""
         self._require_open()
-        self.engine.reservations.decode(key, tokens, self._now_s())
+        self.engine.reservations.decode(key, tokens, now_s())
         self._changed()
         self._log(key, "decode after %d tokens computed elsewhere", len(tokens))
 
@@ -271,7 +271,7 @@ class Worker:
         It continues here until it is cancelled. None: it was preempted or has no full block. Raises `UnknownSequence`.
         """
         self._require_open()
-        lease = self.engine.sequences.offer_migration(key, most_tokens, self._now_s())
+        lease = self.engine.sequences.offer_migration(key, most_tokens, now_s())
         self._arm()
         return None if lease is None else self._ticket(lease)
 
@@ -279,7 +279,7 @@ class Worker:
         """Hold the cached part of this prompt's prefix for one reader. None: there is none that it could read."""
         self._accept(request)
         tokens = (*request.prompt, *request.generated)
-        lease = self.engine.prefix_fetches.hold(f"{request.key}:prefix", tokens, self._now_s(), request.cache_salt)
+        lease = self.engine.prefix_fetches.hold(f"{request.key}:prefix", tokens, now_s(), request.cache_salt)
         self._arm()
         return None if lease is None else self._ticket(lease)
 
@@ -299,8 +299,8 @@ class Worker:
         """
         self._accept(request)
         if ttl_s:
-            self.engine.pin(request, ttl_s, self._now_s())
-        self.engine.add(request, self._now_s(), hold=False)
+            self.engine.pin(request, ttl_s, now_s())
+        self.engine.add(request, now_s(), hold=False)
         warming = self._warming[request.key] = _Warming()
         try:
             self._changed()
@@ -408,9 +408,6 @@ class Worker:
     def _log(self, key: str, message: str, *args: object) -> None:
         log_request(logger, self.config.name, key, message, *args)
 
-    def _now_s(self) -> float:
-        return now_s()
-
     def _stats(self) -> WorkerStats:
         share, pulls = self._executor.bubble_share, self._kv_fetcher.pulls
         return self.engine.stats(share, pulls, self._adapters.ids, self._borrower.stats())
@@ -444,7 +441,7 @@ class Worker:
         return {request.adapter.id for request in requests if request.adapter is not None}
 
     def _add(self, request: Request, *, hold: bool, cut_tokens: int = 0, borrows: bool = False) -> None:
-        self.engine.add(request, self._now_s(), hold=hold, cut_tokens=cut_tokens, borrows=borrows)
+        self.engine.add(request, now_s(), hold=hold, cut_tokens=cut_tokens, borrows=borrows)
         self._subscribers.add(request)
         self._changed()
 
@@ -493,12 +490,12 @@ class Worker:
         can_stall = self._subscribers.can_stall and (self._subscribers.routes or self._reservations)
         pending = can_stall or self.engine.may_expire
         if self._sweeper is None and pending and not self._closed:
-            self._sweep_due_s = self._now_s() + SWEEP_S
+            self._sweep_due_s = now_s() + SWEEP_S
             self._sweeper = asyncio.get_running_loop().call_at(self._sweep_due_s, self._sweep)
 
     def _sweep(self) -> None:
         self._sweeper = None
-        now = self._now_s()
+        now = now_s()
         is_late = now - self._sweep_due_s > SWEEP_S
         self._late_sweeps = self._late_sweeps + 1 if is_late else 0
         if 0 < self._late_sweeps < MAX_LATE_SWEEPS:

@@ -86,11 +86,8 @@ class PreprocessingPool:
     """
 
     def __init__(self, load: Load, *, limit_s: float = PREPROCESS_S, max_waiting: int = MAX_WAITING) -> None:
-        rule = f"this gateway gives each prompt at most {limit_s:g} s"
-        too_long = InvalidRequest("prompt", f"takes too long to tokenize; {rule}: shorten it")
-        self._processes = [_QueuedProcess(load, limit_s, max_waiting, too_long, DIED) for _ in range(2)]
-        load = partial(_load_with_grammars, load, GRAMMAR_NICENESS)
-        self._grammars = _QueuedProcess(load, limit_s, max_waiting, too_long, DIED)
+        self._processes = [_QueuedProcess(load, limit_s, max_waiting) for _ in range(2)]
+        self._grammars = _QueuedProcess(partial(_load_with_grammars, load, GRAMMAR_NICENESS), limit_s, max_waiting)
 
     def start(self) -> None:
         """Start the process for large inputs before its first call."""
@@ -122,19 +119,9 @@ class _Call:
 class _QueuedProcess:
     """At most one child process, and the calls that wait for it. Owned by `PreprocessingPool`."""
 
-    def __init__(
-        self,
-        load: Load,
-        limit_s: float,
-        max_waiting: int,
-        too_long: InvalidRequest,
-        died: Exception,
-    ) -> None:
-        """`too_long` and `died` answer a call that took longer than `limit_s` or whose process died."""
+    def __init__(self, load: Load, limit_s: float, max_waiting: int) -> None:
         self._load = load
         self._limit_s = limit_s
-        self._too_long = too_long
-        self._died = died
         self._max_waiting = max_waiting
         self._waiting: list[_Call] = []  # a heap
         self._numbers = count()
@@ -192,11 +179,12 @@ class _QueuedProcess:
             ok, result = await self._try(call)
         except TimeoutError:
             await self._kill()
-            ok, result = False, self._too_long
+            rule = f"this gateway gives each prompt at most {self._limit_s:g} s"
+            ok, result = False, InvalidRequest("prompt", f"takes too long to tokenize; {rule}: shorten it")
         except (OSError, EOFError) as error:
             await self._kill()
             logger.warning("the tokenizer process died on an input of %d bytes: %s", call.size, error)
-            ok, result = False, self._died
+            ok, result = False, DIED
         except asyncio.CancelledError:
             _settle(call.result, False, CLOSING)
             raise

@@ -19,43 +19,27 @@ MAX_DEPTH = 64  # levels of nesting in a client's JSON
 
 
 class Detokenizer(Protocol):
-    """Detokenizes one answer, incrementally."""
+    """Detokenizes one answer; `workers.model.tokenizer.IncrementalDetokenizer` documents the methods."""
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete. Buffers the bytes of an incomplete character."""
-        ...
-
-    def flush(self) -> str:
-        """The buffered rest, at the end of the answer."""
-        ...
+    def push(self, tokens: Sequence[int]) -> str: ...
+    def flush(self) -> str: ...
 
 
 class Tokenizer(Protocol):
-    """The methods of a model's tokenizer that a gateway uses; implemented by `workers.model.tokenizer`.
+    """The methods of a model's tokenizer that a gateway uses; `workers.model.tokenizer.ModelTokenizer` documents them.
 
     Raises `InvalidRequest`, and `PromptTooLong` for a text that cannot fit into the model's context.
     """
 
     @property
-    def longest_text_bytes(self) -> int | None:
-        """A longer text cannot fit into the context; None: unknown."""
-        ...
-
+    def longest_text_bytes(self) -> int | None: ...
     @property
     def has_chat_template(self) -> bool: ...
-
     @property
-    def info(self) -> Mapping[str, Any]:
-        """Class, size, special tokens and chat template of the tokenizer, as JSON."""
-        ...
-
+    def info(self) -> Mapping[str, Any]: ...
     @property
-    def special_ids(self) -> Mapping[str, int]:
-        """The ids of special tokens, by their texts."""
-        ...
-
+    def special_ids(self) -> Mapping[str, int]: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
-
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -63,20 +47,10 @@ class Tokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = ...,
     ) -> Sequence[int]: ...
-
     def token_bytes(self, token: int) -> bytes: ...
-
-    def check_grammar(self, grammar: Grammar) -> Grammar:
-        """The grammar as workers compile it. Raises `InvalidRequest` if they cannot."""
-        ...
-
-    def load_grammars(self) -> None:
-        """Load what `check_grammar` needs."""
-        ...
-
-    def detokenizer(self, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> Detokenizer:
-        """`keep`: special tokens that are not skipped."""
-        ...
+    def check_grammar(self, grammar: Grammar) -> Grammar: ...
+    def load_grammars(self) -> None: ...
+    def detokenizer(self, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> Detokenizer: ...
 
 
 @dataclass(frozen=True, slots=True)

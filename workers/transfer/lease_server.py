@@ -64,7 +64,10 @@ class LeaseServer:
     async def watch(
         self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
     ) -> Progress:
-        """Return when the watermark has passed `have_blocks`, the prompt is done, or `timeout_s` is over."""
+        """Extend the lease; return when more than `have_blocks` are ready or all are, at the latest at the timeout.
+
+        The result has digests for `pieces`. Raises `LeaseLost`, and `PeerRefused` when no rank holds one of them.
+        """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         has_waited = False
