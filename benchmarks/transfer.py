@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
 from kvtransfer.digest import combine, digest_cells
 from kvtransfer.layout import KVLayout
-from kvtransfer.open import RESERVED_BLOCKS, TransportSet, host_identity, open_transports
+from kvtransfer.open import RESERVED_BLOCKS, TransportSet, open_transports
 from kvtransfer.ticket import PeerAddress, Piece
 from kvtransfer.transport import PullOrder, ReadStats, Region
 
@@ -220,7 +220,7 @@ def own(pipe: Connection, backends: tuple[str, ...], count: int, num_blocks: int
         opened = open_set(pool_of(num_blocks, filled=True), backends, name)
         assert isinstance(opened, TransportSet), opened
         sets.append(opened)
-        addresses.append(PeerAddress(name, name, "127.0.0.1", 0, host_identity(), (opened.shard(),)))
+        addresses.append(PeerAddress(name, name, "127.0.0.1", 0, (opened.shard(),)))
     pipe.send(addresses)
     try:
         pipe.recv()

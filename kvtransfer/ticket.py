@@ -42,7 +42,6 @@ class PeerAddress:
     incarnation: str
     host: str
     control_port: int
-    identity: HostIdentity
     shards: tuple[ShardAddress, ...]
 
 

@@ -345,7 +345,6 @@ class Reservation:
     """Blocks on a decode worker for the whole prompt. The first `cached_tokens` tokens need no transfer."""
 
     key: str
-    incarnation: str
     num_blocks: int
     cached_tokens: int
 

@@ -15,16 +15,13 @@ class WorkerInfo:
     """A worker's identity, known once it is ready. `capacity_tokens`: the longest sequence that it can hold."""
 
     name: str
-    pool: str
     node: str
     pid: int
     peer: PeerAddress
-    model: str
     context_length: int
     vocab_size: int
     capacity_tokens: int
     memory_bytes: int
-    transports: tuple[str, ...]
     tokenizer: str = ""  # its id
     default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) pairs that the model's authors recommend
     disk_byte_s: float = 0.0  # seconds to read a byte of KV from its disk; 0: it has none

@@ -23,7 +23,7 @@ import psutil
 
 from diptych.clock import now_s
 from diptych.shapes import Shape, Timings
-from kvtransfer.open import RESERVED_BLOCKS, host_identity
+from kvtransfer.open import RESERVED_BLOCKS
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.config import WorkerConfig
 from workers.engine.adapter_cache import AdapterCache
@@ -86,7 +86,6 @@ class Worker:
         )
         self._stores = {each.tier: each for each in stores}
         self._executor = executor
-        self._host = host_identity()
         self._failure: str | None = None
         self._closed = False
         self._subscribers = Subscribers(self._stats, self._require_open, self._subscriber_left, heartbeat_s)
@@ -144,28 +143,23 @@ class Worker:
             incarnation=self.incarnation,
             host=self.config.transfer.host,
             control_port=self._leases.port,
-            identity=self._host,
             shards=self._executor.shards(),
         )
 
     async def info(self) -> WorkerInfo:
         """The worker's identity, model and present memory use."""
         self._require_open()
-        peer = self._peer_now()
         facts = self._executor.facts
         disk, remote = self._stores.get(Tier.DISK), self._stores.get(Tier.REMOTE)
         return WorkerInfo(
             name=self.config.name,
-            pool=self.config.pool,
             node=socket.gethostname(),
             pid=os.getpid(),
-            peer=peer,
-            model=facts.name,
+            peer=self._peer_now(),
             context_length=facts.context_length,
             vocab_size=facts.vocab_size,
             capacity_tokens=self.engine.max_length,
             memory_bytes=psutil.Process().memory_info().rss,
-            transports=tuple(name for name, _ in peer.shards[0].transports),
             tokenizer=facts.tokenizer,
             default_sampling=facts.default_sampling,
             disk_byte_s=0.0 if disk is None else disk.read_byte_s,

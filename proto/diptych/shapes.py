@@ -29,11 +29,6 @@ class Shape:
         """Tokens that the step computes."""
         return self.batch + sum(tokens for tokens, _ in self.chunks)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the KV cache after the step."""
-        return sum(tokens + cached for tokens, cached in self.runs)
-
 
 @dataclass(frozen=True, slots=True)
 class Timings:

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from kvtransfer.digest import digest_cells
-from kvtransfer.host import host_identity
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory, TransportSet
 from kvtransfer.ticket import PeerAddress
@@ -58,7 +57,7 @@ class Gang:
 
     def address(self) -> PeerAddress:
         shards = tuple(opened.shard() for opened in self.opened)
-        return PeerAddress("worker-" + self.name, self.name, "127.0.0.1", 0, host_identity(), shards)
+        return PeerAddress("worker-" + self.name, self.name, "127.0.0.1", 0, shards)
 
     def cells(self, slots: tuple[tuple[int, int], ...]) -> tuple[tuple[bytes, ...], ...]:
         """[rank][block]"""

@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 
 from kvtransfer.digest import combine, digest_cells
-from kvtransfer.host import host_identity
 from kvtransfer.layout import KVLayout
 from kvtransfer.links import TransportSet
 from kvtransfer.open import open_transports
@@ -82,7 +81,7 @@ def open_set(region: Region, backends: tuple[str, ...], incarnation: str, **opti
 
 
 def address_of(opened: TransportSet, incarnation: str) -> PeerAddress:
-    return PeerAddress("worker-" + incarnation, incarnation, "127.0.0.1", 0, host_identity(), (opened.shard(),))
+    return PeerAddress("worker-" + incarnation, incarnation, "127.0.0.1", 0, (opened.shard(),))
 
 
 @dataclass

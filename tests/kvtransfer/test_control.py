@@ -18,7 +18,6 @@ from kvtransfer.errors import (
     TransferTimeout,
     TransportUnavailable,
 )
-from kvtransfer.host import host_identity
 from kvtransfer.rpc.frames import FrameStream, Kind, pack_header
 from kvtransfer.rpc.handshake import HANDSHAKE_S, MAX_UNAUTHENTICATED, ListenerHandshake, Unauthenticated
 from kvtransfer.ticket import PeerAddress, Progress, ShardAddress
@@ -36,7 +35,7 @@ from tests.kvtransfer.peers import (
 
 SHARD = ShardAddress(0, LAYOUT, 64, (("tcp", b"\x00\xff"),))
 PIECES = (whole_piece(),)
-PEER = PeerAddress("prefill-0", "life-1", "127.0.0.1", 0, host_identity(), (SHARD,))
+PEER = PeerAddress("prefill-0", "life-1", "127.0.0.1", 0, (SHARD,))
 
 
 def cells(*digests: int) -> tuple[bytes, ...]:

@@ -11,7 +11,7 @@ import pytest
 
 from kvtransfer.backends.cuda_ipc import CudaIpcTransport, IpcAddress
 from kvtransfer.errors import PeerLost, TransferError, TransferTimeout, TransportUnavailable
-from kvtransfer.host import ProcessWatch
+from kvtransfer.host import ProcessWatch, host_identity
 from kvtransfer.links import TransportSet
 from kvtransfer.open import open_transports
 from kvtransfer.ticket import PeerAddress, ShardAddress
@@ -54,7 +54,7 @@ async def test_an_owner_elsewhere_is_refused(
     cuda_ipc_owner: tuple[Child, PeerAddress], elsewhere: dict[str, Any], reason: str
 ) -> None:
     reader, transport = opened_reader()
-    shard = changed(cuda_ipc_owner[1], identity=replace(cuda_ipc_owner[1].identity, **elsewhere))
+    shard = changed(cuda_ipc_owner[1], identity=replace(host_identity(), **elsewhere))
     with pytest.raises(TransportUnavailable, match=reason):
         await transport.connect(OWNER, shard, deadline_s=5)
     await reader.close()

@@ -73,7 +73,7 @@ async def test_a_killed_owner_is_lost_and_the_reader_survives(backend: str) -> N
     await asyncio.wait_for(read.settled, 30.0)
     child.end()
     other, address = await start_large_owner(backend)  # and the reader goes on with another owner
-    await reader.connect(PeerAddress("w", "large-" + backend, "127.0.0.1", 0, address.identity, address.shards))
+    await reader.connect(PeerAddress("w", "large-" + backend, "127.0.0.1", 0, address.shards))
     await transport.read(name_of(address), whole_blocks((7, 8), size=LARGE.block_bytes), deadline_s=10).done
     other.end()
     await reader.close()

@@ -13,6 +13,7 @@ import torch
 
 import workers.executor.rank as rank_module
 from benchmarks.bundle_reader import BundleReader
+from diptych.clock import now_s
 from kvtransfer.open import SharedMemory
 from kvtransfer.transport import PullOrder
 from tests.model.test_executor import BLOCKS, PROMPT, config, open_tiny, prompt_plan
@@ -84,10 +85,10 @@ async def test_no_block_is_ready_before_the_device_has_written_it(tiny: ModelFol
         await settle_down()
         leases = worker.engine.leases
         [lease] = leases._leases.values()
-        assert leases.progress(lease.key, lease.epoch, 0, worker._now_s()).ready_blocks == chunk
+        assert leases.progress(lease.key, lease.epoch, 0, now_s()).ready_blocks == chunk
         written.finish()
         async with asyncio.timeout(DEADLINE_S):
-            while leases.progress(lease.key, lease.epoch, 0, worker._now_s()).ready_blocks == chunk:
+            while leases.progress(lease.key, lease.epoch, 0, now_s()).ready_blocks == chunk:
                 await asyncio.sleep(0.001)
     await reader.close()
     await worker.close()

@@ -7,7 +7,7 @@ import torch
 
 from kvtransfer.digest import combine
 from kvtransfer.errors import TransferError
-from kvtransfer.open import SharedMemory, host_identity
+from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import PeerAddress, Piece
 from kvtransfer.transport import PullOrder
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
@@ -100,7 +100,7 @@ async def test_chunks_and_mixed_steps_give_the_tokens_of_one_prefill(tiny: Model
 
 
 def peer(executor: Executor, incarnation: str) -> PeerAddress:
-    return PeerAddress("p", incarnation, "127.0.0.1", 0, host_identity(), executor.shards())
+    return PeerAddress("p", incarnation, "127.0.0.1", 0, executor.shards())
 
 
 async def test_decode_goes_on_elsewhere_after_a_pull(tiny: ModelFolder) -> None:

@@ -8,7 +8,7 @@ import pytest
 from cluster.offline.sim.clock import run
 from kvtransfer.digest import combine
 from kvtransfer.errors import PeerLost
-from kvtransfer.open import SharedMemory, host_identity
+from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import PeerAddress, Piece
 from kvtransfer.transport import PullOrder
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
@@ -105,7 +105,7 @@ def test_a_pull_takes_modelled_time_on_the_virtual_clock() -> None:
     async def main() -> float:
         owner, reader = open_one("owner", "modelled"), open_one("reader", "modelled")
         digests = (await owner.execute(plan())).digests
-        await reader.connect(PeerAddress("owner", "owner-1", "h", 0, host_identity(), owner.shards()))
+        await reader.connect(PeerAddress("owner", "owner-1", "h", 0, owner.shards()))
         begun = asyncio.get_running_loop().time()
         await reader.pull(order(owner, digests, (6, 7, 8))).done
         return asyncio.get_running_loop().time() - begun
@@ -120,7 +120,7 @@ async def test_pulled_patterns_match_their_digests(backend: str) -> None:
     shared = SharedMemory()
     owner, reader = open_one("owner", backend, shared), open_one("reader", backend, shared)
     digests = (await owner.execute(plan())).digests
-    await reader.connect(PeerAddress("owner", "owner-1", "127.0.0.1", 0, host_identity(), owner.shards()))
+    await reader.connect(PeerAddress("owner", "owner-1", "127.0.0.1", 0, owner.shards()))
     read = reader.pull(order(owner, digests, (9, 8, 7)))
     await read.done
     await read.settled

@@ -88,7 +88,7 @@ class Reservations:
         if refusal := self._refusal(sequence):
             raise Overloaded(refusal, retry_after_s=0.1)
         self._sequences.add(sequence)
-        return Reservation(request.key, "", len(sequence.blocks), sequence.cached_tokens)
+        return Reservation(request.key, len(sequence.blocks), sequence.cached_tokens)
 
     def _refusal(self, sequence: Sequence) -> str:
         """Why there is no room for a wanted prompt; empty: it now has its blocks."""

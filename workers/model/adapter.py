@@ -53,7 +53,6 @@ class AdapterFolder:
     """`scale` multiplies B · A; `modules`: the names of the model's linear layers that it changes."""
 
     path: Path
-    rank: int
     scale: float
     modules: frozenset[str]
     num_bytes: int
@@ -89,7 +88,7 @@ def read_adapter(path: Path, model: ModelConfig) -> AdapterFolder:
     if not found:
         raise ModelError(f"{path / WEIGHTS} holds no tensors")
     num_bytes = NUMBER_BYTES * sum(math.prod(entry.shape) for entry in entries)
-    return AdapterFolder(path, rank, scale, frozenset(module for module, _ in found), num_bytes)
+    return AdapterFolder(path, scale, frozenset(module for module, _ in found), num_bytes)
 
 
 def adapter_of(name: str, path: Path, folder: ModelFolder) -> Adapter:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvtransfer.digest import combine, digest_cells
 from kvtransfer.errors import DigestMismatch
-from kvtransfer.host import host_identity
 from kvtransfer.layout import KVLayout
 from kvtransfer.links import TransportSet
 from kvtransfer.open import RESERVED_BLOCKS, open_transports
@@ -135,7 +134,7 @@ def _own(pipe: Connection, device: str, layout: KVLayout, num_blocks: int) -> No
     blocks, piece = tuple(range(RESERVED_BLOCKS, RESERVED_BLOCKS + num_blocks)), Piece(0, layout.heads, layout.layers)
     digests = combine(digest_cells(pool.region, [(block, layout.block_size) for block in blocks]), layout, piece)
     order = PullOrder("owner", blocks, (), 0, num_blocks * layout.block_size, ((piece, digests),), 20.0)
-    pipe.send((PeerAddress("owner", "owner", "127.0.0.1", 0, host_identity(), (transports.shard(),)), order))
+    pipe.send((PeerAddress("owner", "owner", "127.0.0.1", 0, (transports.shard(),)), order))
     pipe.recv()
     pool.memory[pool.region.pool_bytes - 1] ^= 1
     if pool.memory.is_cuda:

@@ -241,7 +241,7 @@ def _own_checked(pipe: Connection, backend: str, layout: KVLayout, num_tokens: i
     piece = Piece(0, layout.heads, layout.layers)
     cells = digest_cells(pool.region, [(block, layout.block_size) for block in blocks])
     digests = ((piece, combine(cells, layout, piece)),)
-    peer = PeerAddress("owner", "owner", "127.0.0.1", 0, host_identity(), (opened.shard(),))
+    peer = PeerAddress("owner", "owner", "127.0.0.1", 0, (opened.shard(),))
     pipe.send((peer, PullOrder("owner", blocks, (), 0, num_tokens, digests, DEADLINE_S)))
     pipe.poll(None)
 

@@ -147,11 +147,6 @@ class LatencyPredictor:
         """Measured seconds of prompts there per second predicted by the cost model."""
         return self._prompts.ratio(worker.name, self._now_s)
 
-    def queued_tokens(self, ask: PlacementRequest, worker: WorkerView) -> tuple[int, int]:
-        """Prompt tokens to compute there: our uncached ones, and those of other gateways."""
-        ours = self._active.worker_load(worker.name)
-        return ours.new_tokens, _foreign_tokens(ask, worker, ours)
-
     def queue_seconds(self, ask: PlacementRequest, worker: WorkerView) -> float:
         """Seconds of the prompts ahead: ours by their predictions, those of other gateways by their tokens."""
         self._now_s = max(self._now_s, ask.now_s)
