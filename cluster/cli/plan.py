@@ -222,6 +222,7 @@ def _print_answer(
 
 
 def _place(options: PlanOptions, known: dict[str, Any]) -> None:
+    from cluster.offline.plan.context import too_long
     from cluster.offline.plan.estimate import outline
     from cluster.offline.plan.load import PlanLoad
     from cluster.offline.plan.placement import PlacementResult, PlacementSearch
@@ -243,11 +244,12 @@ def _place(options: PlanOptions, known: dict[str, Any]) -> None:
     request = _request(options, _kinds(options), options.gpus or 0, load, positive_slo(options.ttft, options.tpot))
     estimates = outline(request)
     known |= {
+        "warnings": too_long(request.model, load),
         "estimates": estimates_json(request, estimates),
         "does_not_fit": estimates.refused,
         "what_if": changes_json(request, estimates),
     }
-    _print_estimate(options, estimate_lines(request, estimates))
+    _print_estimate(options, [*estimate_lines(request, estimates), *known["warnings"]])
     estimates.check_any_meets(request)
     limit_s = options.limit or PLACEMENT_S
     told: list[FirstVerdict] = []
@@ -283,6 +285,7 @@ def _place(options: PlanOptions, known: dict[str, Any]) -> None:
 
 
 def _measure_instances(options: PlanOptions, known: dict[str, Any]) -> None:
+    from cluster.offline.plan.context import too_long
     from cluster.offline.plan.instance import Instance, LengthRanges, answers, instances_of, parse_range
     from cluster.offline.plan.instance_report import (
         instance_estimate_lines,
@@ -315,7 +318,8 @@ def _measure_instances(options: PlanOptions, known: dict[str, Any]) -> None:
     if not instances:
         raise PlanError("; ".join(refused))
     known |= instance_estimates_json(instances) | {"does_not_fit": refused}
-    _print_estimate(options, [*instance_estimate_lines(instances), *refused])
+    known["warnings"] = too_long(requests[0].model, load)
+    _print_estimate(options, [*instance_estimate_lines(instances), *refused, *known["warnings"]])
     limit_s = options.limit or INSTANCE_S
     found, ended_by = search(
         limit_s,

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LINE_S = 2.0  # between lines where there is no terminal
-WIDTH = 40
+WIDTH = 20  # of the bar
+MARGIN = 4  # columns; a terminal shows ^C at the end of the last row, which must not break it
 INTERRUPTED = 130  # the exit status after Ctrl-C, as in shells
 
 
@@ -61,15 +62,16 @@ class SearchProgress:
 
     def _draw(self, live: "Live", rows: list[tuple[str, str]], left_s: float) -> None:
         from rich.console import Group
+        from rich.constrain import Constrain
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
         head, table = Table.grid(padding=(0, 1)), Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._limit_s, completed=self._limit_s - left_s, width=WIDTH)
-        head.add_row("simulating", bar, f"at most {left_s:.0f} s left; Ctrl-C prints the best so far")
+        head.add_row("simulating", bar, f"at most {left_s:.0f} s left; Ctrl-C shows the best")
         for row in rows:
             table.add_row(*row)
-        live.update(Group(head, table), refresh=True)
+        live.update(Constrain(Group(head, table), live.console.width - MARGIN), refresh=True)
 
 
 def cores() -> int:
@@ -95,4 +97,4 @@ def cut_short(ended_by: str, limit_s: float) -> list[str]:
     if not ended_by:
         return []
     more = f"; for more, give --limit above {limit_s:g} s" if ended_by != "Ctrl-C" else ""
-    return ["", f"{ended_by} ended the simulation: this answer is incomplete{more}"]
+    return ["", f"{ended_by} ended the run: this answer is incomplete{more}"]

@@ -123,8 +123,8 @@ def observed_load(window: Window) -> Workload:
     notes = [f"{cached} cached prompt tokens count as computed"] if cached else []
     if window.whole_ns:
         notes.append(
-            "the gateway no longer has all requests of this time; gateway.trace_s and gateway.trace_requests set how "
-            "much it keeps"
+            "the gateway remembers only a part of this time; gateway.trace_s and gateway.trace_requests set how much "
+            "it keeps"
         )
     return Workload(
         "the cluster's load",
@@ -328,7 +328,7 @@ def advice_lines(running: RunningCluster, tried: Sequence[Tried]) -> list[str]:
         if prices
         else "No prices: name the GPU, --hardware l4, or give --price POOL=DOLLARS"
     )
-    return [*lines, advice(running, tried), told, *running.load.notes]
+    return [*lines, "", advice(running, tried), "", told, *running.load.notes]
 
 
 def _met(attained: Attainment) -> str:

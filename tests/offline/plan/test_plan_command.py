@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cluster.cli import main
+from cluster.offline.plan.context import context_tokens
 from cluster.spec_file import load_spec
 
 LOAD = ["--workload", "poisson:rate=2,lengths=200-600/5-15,count=100"]
@@ -135,7 +136,7 @@ def test_an_interrupt_prints_the_best_so_far() -> None:
     assert "simulated (at most" in first
     assert process.returncode == 130, err
     assert "without queueing" in out and "3. Goodput" in out
-    assert out.rstrip().endswith("Ctrl-C ended the simulation: this answer is incomplete")
+    assert out.rstrip().endswith("Ctrl-C ended the run: this answer is incomplete")
     assert "Traceback" not in err
 
 
@@ -169,7 +170,7 @@ def test_an_interrupt_before_the_simulation_keeps_the_estimate(
     assert value["estimates"][0]["rate"] > 0.0 and value["what_if"]["changes"]
     shown = plan(*words)
     assert shown.exit_code == 130 and "without queueing" in shown.stdout
-    assert shown.stdout.rstrip().endswith("Ctrl-C ended the simulation: this answer is incomplete")
+    assert shown.stdout.rstrip().endswith("Ctrl-C ended the run: this answer is incomplete")
 
 
 def test_an_slo_that_no_layout_meets_is_not_simulated() -> None:
@@ -185,6 +186,26 @@ def test_a_plan_that_was_not_decided_is_not_written(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "give a longer --limit" in result.stderr
     assert "Not decided in time" in result.stdout
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "words", [[*INSTANCE, "--prompt", "9000"], [*PLACED, "--workload", "poisson:rate=1,lengths=9000/5,count=20"]]
+)
+def test_requests_longer_than_the_context_are_named(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("the estimate is enough")
+
+    monkeypatch.setattr("cluster.offline.plan.budget.Budget.__init__", refuse)
+    warning = "Warning: 100.0% of the requests are longer than the context of llama-3-8b (8,192 tokens)"
+    assert warning in plan(*words, "--ttft", "9").stdout
+    assert "Warning" not in plan(*INSTANCE).stdout
+
+
+def test_a_context_is_known_by_name_or_from_the_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 77}')
+    assert context_tokens(str(tmp_path)) == 77
+    assert context_tokens("meta-llama/Llama-2-7b-hf") == 4096
+    assert context_tokens(str(tmp_path / "nothing")) is None
 
 
 def test_help_has_examples() -> None:
