@@ -1,6 +1,6 @@
 """Sums, gathers and activations between ranks, and the errors of ranks that wait for one that is gone or late."""
 
-import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -160,21 +160,30 @@ def test_an_address_of_another_machine_is_refused() -> None:
         open_groups(HashStore(), ParallelConfig(2), 0, CPU, "192.0.2.1", 5.0)
 
 
-def test_without_shared_memory_sums_go_point_to_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_sum, "FOLDER", tmp_path / "missing")
+def test_without_shared_memory_sums_go_point_to_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_sum, "_make", lambda _: None)
     assert (
         of_group(2, lambda group: (shares_memory(group), group.all_reduce(torch.ones(1)).item())) == [(False, 2.0)] * 2
     )
 
 
 @pytest.mark.skipif(library() is None, reason="needs the native kernels: install g++")
-def test_the_shared_file_is_unlinked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_sum, "FOLDER", tmp_path)
-    files = of_group(
-        2, lambda group: (shares_memory(group), os.listdir(tmp_path), group.all_reduce(torch.ones(1)).item())
+def test_a_process_id_that_means_another_process_shares_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for ranks of one host in two containers."""
+    monkeypatch.setattr(shared_sum, "_identity", lambda _: secrets.token_hex(8))
+    assert (
+        of_group(2, lambda group: (shares_memory(group), group.all_reduce(torch.ones(1)).item())) == [(False, 2.0)] * 2
     )
-    assert [file[0] for file in files if isinstance(file, tuple)] == [True] * 2
-    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(library() is None, reason="needs the native kernels: install g++")
+def test_the_shared_memory_has_no_name_that_a_killed_rank_would_leave() -> None:
+    def act(group: TensorGroup) -> bool:
+        assert shares_memory(group)
+        maps = Path("/proc/self/maps").read_text()
+        return "/memfd:diptych-sum" in maps and "/dev/shm/diptych" not in maps
+
+    assert of_group(2, act) == [True] * 2
 
 
 OTHER = """

@@ -8,7 +8,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import secrets
 import struct
 import sys
 import time
@@ -24,7 +23,6 @@ from torch.distributed.distributed_c10d import Store
 from workers.errors import RankLost
 from workers.ops.native.library import kernel, library, pointer
 
-FOLDER = Path("/dev/shm")
 PLACE_BYTES = 64  # the C++ source's `Place`
 SLOT_BYTES = 256 << 10  # a larger sum takes several turns; the slots of a few ranks fit the caches
 CHECK_S = 0.05  # between checks whether a late rank is still alive
@@ -32,7 +30,7 @@ _LOCK = "hhqqi4x"  # struct flock on 64-bit Linux: type, whence, start, length, 
 
 
 class SharedSum:
-    """float32 on CPUs; overwrites x. The file may already be unlinked: the memory lives as long as it is mapped."""
+    """float32 on CPUs; overwrites x. The memory has no name, and lives as long as a rank maps it."""
 
     def __init__(self, file: int, rank: int, names: Sequence[str], timeout_s: float) -> None:
         """Owns the descriptor `file` of `file_bytes(len(names))` zeroed bytes."""
@@ -91,8 +89,8 @@ class SharedSum:
 def open_shared_sum(store: Store, rank: int, names: Sequence[str], timeout_s: float) -> SharedSum | None:
     """The sum over the ranks `names`, all of which call this; None on all of them if one cannot take part.
 
-    Rank 0 creates the file, the others open it, and rank 0 unlinks it before the first sum. Raises `RuntimeError` if a
-    rank does not call within `timeout_s`.
+    Rank 0 creates memory, and all open it through /proc. Raises `RuntimeError` if a rank does not call within
+    `timeout_s`.
     """
 
     def exchange(topic: str, value: str) -> list[str]:
@@ -105,12 +103,12 @@ def open_shared_sum(store: Store, rank: int, names: Sequence[str], timeout_s: fl
     hosts = set(exchange("host", _host() if usable else ""))
     if len(hosts) > 1 or hosts == {""}:
         return None
-    path = _make(file_bytes(len(names))) if rank == 0 else None
+    own = _make(file_bytes(len(names))) if rank == 0 else None
     shared: SharedSum | None = None
     try:
-        name = exchange("file", str(path or ""))[0]
-        with suppress(OSError):
-            shared = SharedSum(os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), rank, names, timeout_s)
+        made = exchange("file", "" if own is None else f"{_identity(own)} /proc/{os.getpid()}/fd/{own}")[0]
+        if (file := _open(made)) is not None:
+            shared = SharedSum(file, rank, names, timeout_s)
         if "no" not in exchange("open", "yes" if shared else "no"):
             return shared
     except BaseException:
@@ -118,8 +116,8 @@ def open_shared_sum(store: Store, rank: int, names: Sequence[str], timeout_s: fl
             shared.close()
         raise
     finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
+        if own is not None:
+            os.close(own)
     if shared is not None:
         shared.close()
     return None
@@ -129,23 +127,33 @@ def file_bytes(ranks: int) -> int:
     return ranks * (PLACE_BYTES + 2 * SLOT_BYTES)
 
 
-def _make(num_bytes: int) -> Path | None:
-    """A new file with all its memory reserved; None if there is no room."""
-    path = FOLDER / f"diptych-{secrets.token_hex(8)}"
+def _make(num_bytes: int) -> int | None:
+    """A new file without a name, with all its memory reserved; None if there is no room."""
+    file = os.memfd_create("diptych-sum")
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.posix_fallocate(file, 0, num_bytes)  # otherwise a lack of memory would kill the process that writes
     except OSError:
-        return None
-    try:
-        os.posix_fallocate(
-            file, 0, num_bytes
-        )  # a full /dev/shm fails here; otherwise it would kill the process that writes
-    except OSError:
-        path.unlink()
-        return None
-    finally:
         os.close(file)
-    return path
+        return None
+    return file
+
+
+def _identity(file: int) -> str:
+    stat = os.fstat(file)
+    return f"{stat.st_dev}:{stat.st_ino}"
+
+
+def _open(made: str) -> int | None:
+    """The file of rank 0; None where it cannot be opened, or where its process id means another process."""
+    identity, _, path = made.partition(" ")
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    if _identity(file) == identity:
+        return file
+    os.close(file)
+    return None
 
 
 def _host() -> str:
