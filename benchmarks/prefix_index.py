@@ -8,13 +8,12 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from resource import getpagesize
 
 from benchmarks.figures import BenchmarkPart, Figure, Progress, spread
+from cluster.offline.process_pool import ProcessPool
 from cluster.policy.routing.prefix_index import GRAIN, PrefixIndex
 from workers.engine.cache_log import MAX_NAMES
 from workers.kv_events import KVEvents, NameChanges
@@ -34,7 +33,7 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     for num_blocks in QUICK_BLOCKS if quick else BLOCKS:
         row, taken = f"{num_blocks:,} blocks", defaultdict[tuple[str, str], list[float]](list)
         for _ in range(rounds):
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            with ProcessPool(1) as process:
                 for key, value in process.submit(measured, num_blocks).result().items():
                     taken[key].append(value)
         figures += [Figure("Prefix index", row, column, unit, spread(all_)) for (column, unit), all_ in taken.items()]

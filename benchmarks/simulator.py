@@ -5,16 +5,15 @@ Azure conversation trace if DIPTYCH_SHARED names its folder, else random ones ar
 process of its own, so that its CPU seconds and memory are its own.
 """
 
-import multiprocessing
 import os
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.figures import BenchmarkClaim, BenchmarkPart, Figure, Progress, spread
+from cluster.offline.process_pool import ProcessPool
 from cluster.offline.sim.cluster import PoolModel
 from cluster.offline.sim.fleet import fleet, pool_model
 from cluster.offline.sim.run import simulate
@@ -150,11 +149,10 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     has_trace = _trace() is not None
     wanted = [case for _ in range(rounds) for case in cases(sizes, each, has_trace and not quick)]
     taken: list[SimulatorSample] = []
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as fresh:
-        for case in wanted:
-            taken.append(fresh.submit(sample, case).result())
-            progress(f"{case.name}: {taken[-1].run_s:.1f} s of CPU for {taken[-1].requests} requests")
+    for case in wanted:
+        with ProcessPool(1) as fresh:
+            taken += fresh.map(sample, [case])
+        progress(f"{case.name}: {taken[-1].run_s:.1f} s of CPU for {taken[-1].requests} requests")
     note = (
         f"Lengths of {TRACE}." if has_trace else "Random lengths around the trace's medians: DIPTYCH_SHARED is not set."
     )
