@@ -7,7 +7,7 @@ membership by long poll. Requests do not pass through it. While it is away, gate
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 
 from cluster.control.changes import (
     MAX_DRAIN_S,
@@ -295,10 +295,10 @@ class Controller:
     async def flip(self, worker: str, role: Role, revision: int = 0) -> int:
         """Change a worker's role; its running requests continue. Returns the new revision.
 
-        `revision`, in all changes: the one that the caller has seen; 0: any. Errors: `ChangeError`.
+        `revision`, in all changes: the one that the caller has seen; 0: any. Errors: `ChangeError`, and `WorkerGone` as
+        `members`.
         """
-        async with self._changing:
-            self._check(revision)
+        async with self._change(revision):
             replica = self._find(worker)
             if replica.is_leaving:
                 raise ChangeRefused(f"{worker} is draining and takes no new work in any role")
@@ -319,8 +319,7 @@ class Controller:
 
         Lowers its pool's target by one. Does not wait until it has stopped. Errors: `ChangeError`.
         """
-        async with self._changing:
-            self._check(revision)
+        async with self._change(revision):
             if not 0.0 <= deadline_s <= MAX_DRAIN_S:
                 raise ChangeRefused(f"a drain takes at most {MAX_DRAIN_S:.0f} s, not {deadline_s:g} s")
             replica = self._find(worker)
@@ -337,8 +336,7 @@ class Controller:
 
         Waits for neither. Errors: `ChangeError`.
         """
-        async with self._changing:
-            self._check(revision)
+        async with self._change(revision):
             if pool not in self._pools:
                 raise UnknownMember(f"no pool {pool!r}; there are {', '.join(self._pools)}")
             spec, workers = self._pools[pool], self._workers_of(pool)
@@ -356,8 +354,7 @@ class Controller:
 
     async def load_adapter(self, adapter: Adapter, revision: int = 0) -> int:
         """Serve an adapter, which the caller has checked. Workers load it when a request needs it."""
-        async with self._changing:
-            self._check(revision)
+        async with self._change(revision):
             known = self._adapters.get(adapter.name)
             if known == adapter:
                 return self._revisions.now
@@ -369,8 +366,7 @@ class Controller:
 
     async def unload_adapter(self, name: str, revision: int = 0) -> int:
         """Refuse new requests for an adapter. Running ones go on."""
-        async with self._changing:
-            self._check(revision)
+        async with self._change(revision):
             if name not in self._adapters:
                 raise UnknownMember(f"no adapter {name!r}; there are {', '.join(self._adapters) or 'none'}")
             return self._set_adapters({each: adapter for each, adapter in self._adapters.items() if each != name})
@@ -396,7 +392,7 @@ class Controller:
                     not (is_ready(each) or each.is_leaving or each.name in workers) for each in self._replicas.values()
                 ):
                     await self._changed.wait()
-        async with self._changing:
+        async with self._change():
             for replica in (leaving := self._not_leaving(workers)):
                 name = free_name(replica.pool, self._replicas)
                 self._add(replica.pool, name, replica.role, required=False)
@@ -423,12 +419,18 @@ class Controller:
         """Decisions of the elastic policy since this controller started: (kind, outcome, count)."""
         return () if self._scaling_loop is None else self._scaling_loop.counts()
 
-    def _check(self, revision: int) -> None:
-        now = self._revisions.now
-        if revision and revision != now:
-            raise StaleRevision(
-                f"revision {revision} was expected, but the cluster is at {now}; check and repeat the change"
-            )
+    @contextlib.asynccontextmanager
+    async def _change(self, revision: int = 0) -> AsyncIterator[None]:
+        """One change at a time. Raises `StaleRevision`, and `WorkerGone` as `members`."""
+        async with self._changing:
+            if self._relinking is None:
+                raise WorkerGone(NOT_BEGUN)
+            now = self._revisions.now
+            if revision and revision != now:
+                raise StaleRevision(
+                    f"revision {revision} was expected, but the cluster is at {now}; check and repeat the change"
+                )
+            yield
 
     def _find(self, worker: str) -> ReplicaManager:
         replica = self._replicas.get(worker)

@@ -1,7 +1,7 @@
 """Workers join and leave while the cluster serves: no request is lost, and no worker is left behind."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
@@ -16,7 +16,7 @@ from cluster.events import Event
 from cluster.offline.sim.clock import run
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime
-from cluster.runtime.runtime_errors import RuntimeUnavailable
+from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
 from cluster.spec import PoolSpec, Resources, Role, SpecError
 from cluster.spec_file import parse_spec
 from diptych.view import Adapter, ClusterView, WorkerState
@@ -311,6 +311,27 @@ async def test_a_restarted_controller_gets_workers_roles_and_adapters() -> None:
     finally:
         await second.stop()
     assert not runtime.workers
+
+
+async def test_a_restarted_controller_makes_no_change_before_it_knows_the_cluster() -> None:
+    """It would find no worker to flip or drain, and start workers that the cluster has."""
+    controller = Controller(split_spec(1, 2), surviving(), "secret")
+    changes: list[Callable[[], Awaitable[int]]] = [
+        lambda: controller.scale("decode", 3),
+        lambda: controller.flip("decode-0", Role.PREFILL),
+        lambda: controller.drain("decode-0"),
+        lambda: controller.load_adapter(ADAPTER),
+        lambda: controller.drain_workers(["decode-0"], 1.0),
+    ]
+    for change in changes:
+        with pytest.raises(WorkerGone, match="has not begun"):
+            await change()
+    await controller.begin()
+    try:
+        await until(controller, ready("prefill-0", "decode-0", "decode-1"))
+        await controller.scale("decode", 3)
+    finally:
+        await controller.stop()
 
 
 def pools(replicas: object, **more: object) -> dict[str, object]:

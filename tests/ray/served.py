@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,14 @@ async def _read(subject: Served) -> None:
 def services(subject: Served) -> list[psutil.Process]:
     """The processes of controller and gateway."""
     children = psutil.Process(subject.process.pid).children(recursive=True)
-    return [each for each in children if "_ServiceActor" in " ".join(each.cmdline())]
+    return [each for each in children if "_ServiceActor" in _command(each)]
+
+
+def _command(process: psutil.Process) -> str:
+    """Empty for a process that has ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def listens(process: psutil.Process, port: int) -> bool:

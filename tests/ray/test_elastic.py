@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -54,13 +54,22 @@ def ready(view: ClusterView) -> dict[str, Role]:
 
 async def flipped(client: AsyncClient, worker: str, role: Role) -> int:
     """The revision after the flip, which is repeated while the cluster changes meanwhile."""
+
+    async def flip() -> int:
+        return await client.flip(worker, role, revision=(await client.status()).view.revision)
+
+    return await changed(flip)
+
+
+async def changed(change: Callable[[], Awaitable[int]]) -> int:
+    """The revision after a change, which is repeated while the cluster changes, or its controller restarts."""
     async with asyncio.timeout(60.0):
         while True:
-            revision = (await client.status()).view.revision
             try:
-                return await client.flip(worker, role, revision=revision)
+                return await change()
             except DiptychError as error:
-                assert "ABORTED" in str(error)
+                assert "ABORTED" in str(error) or "UNAVAILABLE" in str(error)
+                await asyncio.sleep(0.1)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -120,3 +129,42 @@ async def test_a_restarted_controller_knows_roles_and_new_workers_and_drains_a_w
         assert new.incarnation != left.incarnation, "the name was reused for a new worker"
         assert not psutil.pid_exists(left.pid)
         assert len((await client.complete(PROMPT, max_tokens=8, temperature=0.0)).output.tokens) == 8
+
+
+async def killed(subject: Served) -> None:
+    """Kill the controller, as soon as it is there."""
+    port = int(subject.endpoint.rpartition(":")[2])
+    async with asyncio.timeout(60.0):
+        while not (found := [each for each in services(subject) if not listens(each, port)]):
+            await asyncio.sleep(0.1)
+    os.kill(found[0].pid, signal.SIGKILL)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_controller_killed_in_the_middle_of_changes_finishes_them(subject: Served) -> None:
+    """Killed right after it has acknowledged a start of a worker, a flip, and a drain under streams."""
+    async with AsyncClient(subject.endpoint) as client:
+        before = await until(client, lambda view: {"decode-0", "decode-1"} <= set(ready(view)))
+        if "decode-2" in ready(before):
+            await client.drain("decode-2")
+            await until(client, lambda view: "decode-2" not in {each.name for each in view.workers})
+        names = [f"changing-{index}" for index in range(6)]
+
+        async def stream(name: str) -> list[int]:
+            done = await client.complete(PROMPT, request_id=name, seed=7, max_tokens=400)
+            return list(done.output.tokens)
+
+        streams = [asyncio.ensure_future(stream(name)) for name in names]
+        await client.scale("decode", 3)
+        await killed(subject)
+        await until(client, lambda view: "decode-2" in ready(view))
+        await flipped(client, "decode-2", Role.PREFILL)
+        await killed(subject)
+        await changed(lambda: client.drain("decode-2"))
+        await killed(subject)
+        view = await until(client, lambda view: "decode-2" not in {each.name for each in view.workers})
+        assert {pool.name: pool.wanted for pool in view.pools} == {"prefill": 1, "decode": 2}
+        answers = await asyncio.gather(*streams)
+        assert answers == await asyncio.gather(*(stream(name) for name in names))
+        audit = (await client.status(audit=True)).view
+        assert {each.audit for each in audit.workers} == {"clean"}

@@ -211,3 +211,23 @@ async def test_serve_ends_in_seconds_when_ray_dies(tmp_path: Path) -> None:
         async with asyncio.timeout(4 * RAY_GONE_S):
             await subject.process.wait()
     assert any(f"{RAY_SERVER} (pid {server.pid}) has ended" in line for line in subject.lines)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("with_gateway", [False, True])
+async def test_streams_survive_the_death_of_all_workers_at_once(subject: Served, with_gateway: bool) -> None:
+    assert await answer_with_retry(subject.endpoint, 60.0) == 1
+    port = int(subject.endpoint.rpartition(":")[2])
+    async with AsyncClient(subject.endpoint) as client:
+        before = await until(client, 60.0, at_rest)
+        streaming = asyncio.ensure_future(streamed(subject.endpoint, began := asyncio.Event()))
+        await began.wait()
+        gateways = [each.pid for each in services(subject) if listens(each, port)]
+        for pid in [each.pid for each in before.workers] + gateways * with_gateway:
+            os.kill(pid, signal.SIGKILL)
+        resumed = await asyncio.wait_for(streaming, 90.0)
+        after = await until(client, 60.0, at_rest)
+        assert not {each.incarnation for each in after.workers} & {each.incarnation for each in before.workers}
+        assert {each.audit for each in (await client.status(audit=True)).view.workers} == {"clean"}
+    undisturbed = await streamed(subject.endpoint, asyncio.Event())
+    assert resumed.output.tokens == undisturbed.output.tokens and len(resumed.output.tokens) == 400
