@@ -100,15 +100,17 @@ def estimate(request: PlanRequest, trial: Trial, ends: tuple[Lengths, Lengths], 
         rate=min(trial.estimate, trial.max_rate) if hopeful else 0.0,
         bindings=tuple(bindings(request, trial)) if hopeful else (),
         margins=margins(trial, ttfts_s),
-        broken="" if hopeful else _broken(trial, ttfts_s[0], tpots_s[0]),
+        broken="" if hopeful else _broken(trial, ttfts_s[0], tpots_s[0], kv_tokens, sum(short)),
     )
 
 
-def _broken(trial: Trial, ttft_s: float, tpot_s: float) -> str:
-    """Why the SLO cannot be met even without other requests."""
+def _broken(trial: Trial, ttft_s: float, tpot_s: float, kv_tokens: int, tokens: int) -> str:
+    """Why the SLO cannot be met even without other requests. The figures are those of a short request."""
+    if tokens > kv_tokens:
+        return f"even a short request has {tokens:,} tokens, more than the KV holds"
     for what, alone_s, slo_s in (("TTFT", ttft_s, trial.slo.ttft_s), ("TPOT", tpot_s, trial.slo.tpot_s)):
         if slo_s is not None and alone_s > slo_s:
-            return f"even a short request alone has {what} {1e3 * alone_s:.3g} ms; the SLO is {1e3 * slo_s:.3g} ms"
+            return f"even a short request alone has {what} {seconds_text(alone_s)}; the SLO is {seconds_text(slo_s)}"
     return f"even alone only {trial.unloaded:.0%} of requests would meet the SLO"
 
 
@@ -249,9 +251,10 @@ def _closest(request: PlanRequest, shapes: Sequence[WorkerGroup], ends: tuple[Le
 
 
 def seconds_text(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 10.0 else f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds >= 1.0 else f"{1e3 * seconds:.3g} ms"
 
 
 def ms_range(seconds: tuple[float, float]) -> str:
-    low, high = (f"{1e3 * each:.3g}" for each in sorted(seconds))
-    return f"{low} ms" if low == high else f"{low} to {high} ms"
+    low, high = map(seconds_text, sorted(seconds))
+    same_unit = low.removesuffix(" ms") if high.endswith(" ms") else low
+    return high if low == high else f"{same_unit} to {high}"

@@ -18,9 +18,9 @@ from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.estimate import Estimate, estimate
 from cluster.offline.plan.placement import OnProgress
 from cluster.offline.plan.request import PlanError, PlanRequest
-from cluster.offline.plan.search import FLOOR, SLACK
+from cluster.offline.plan.search import SLACK
 from cluster.offline.plan.shapes import instances
-from cluster.offline.plan.trial import Trial, full_trial
+from cluster.offline.plan.trial import FLOOR, Trial, full_trial
 from cluster.offline.scoring.figures import Percentiles, percentiles
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput, trying
 from cluster.offline.scoring.records import Served
@@ -165,6 +165,9 @@ def answers(
 def _latencies(answer: InstanceAnswer, users: tuple[int, ...], each: Map, on_progress: OnProgress) -> None:
     one = answer.instance
     case, slo = one.trial.case, one.request.slo
+    if not one.estimate.at_once:  # the KV does not hold a long request
+        answer.simulated_users = True
+        return
     with suppress(TimeUp):
         short, long = each(partial(_single_request, case), one.lengths.ends)
         answer.ttft_s = short.ttft_s or 0.0, long.ttft_s or 0.0

@@ -14,6 +14,7 @@ from cluster.offline.plan.why import changes
 from cluster.offline.scoring.figures import slo_text
 
 Latency = Literal["ttft_s", "tpot_s"]
+TOO_LONG = "not simulated: the KV does not hold a long request"
 
 
 def instance_lines(request: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnswer]) -> list[str]:
@@ -23,12 +24,13 @@ def instance_lines(request: PlanRequest, lengths: LengthRanges, found: Sequence[
         "1. Prefill: TTFT (time to first token)",
     ]
     for each in found:
-        lines.append(f"  {each.instance.name}: {ms_range(each.ttft_s)} for a single user{_loaded(each, 'ttft_s')}")
+        latency = f"{ms_range(each.ttft_s)} for a single user{_loaded(each, 'ttft_s')}"
+        lines.append(f"  {each.instance.name}: {latency if each.instance.estimate.at_once else TOO_LONG}")
     lines += ["", "2. Decode: TPOT (time per output token)"]
     for each in found:
         rate = f" ({1.0 / each.tpot_s[1]:.0f} tokens/s for one reader)" if each.tpot_s[1] else ""
         latency = f"{ms_range(each.tpot_s)} for a single user{rate}{_loaded(each, 'tpot_s')}"
-        lines.append(f"  {each.instance.name}: {latency}")
+        lines.append(f"  {each.instance.name}: {latency if each.instance.estimate.at_once else TOO_LONG}")
     slos = f"{slo_text(request.slo)}, for {100 * request.target:g} %"
     lines += ["", f"3. Goodput, the highest rate that meets both SLOs: {slos}"]
     for each in found:

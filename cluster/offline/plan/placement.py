@@ -25,9 +25,9 @@ from cluster.offline.plan.layouts import Layouts, Rated
 from cluster.offline.plan.option import Option, rate_text
 from cluster.offline.plan.race import MAX_ADDED, Race, enlarged
 from cluster.offline.plan.request import PlanError, PlanRequest
-from cluster.offline.plan.search import FLOOR, SLACK, Effort, Found, SearchOutcome, best_of
+from cluster.offline.plan.search import SLACK, Effort, Found, SearchOutcome, best_of
 from cluster.offline.plan.shapes import instances
-from cluster.offline.plan.trial import Trial, full_trial
+from cluster.offline.plan.trial import FLOOR, Trial, full_trial
 from cluster.offline.scoring.figures import Attainment
 from cluster.offline.scoring.goodput import (
     MAX_STRIDE,
@@ -227,7 +227,7 @@ class PlacementSearch:
         begun = next((each for each in self.race.contenders if each.trial.layout == layout and each.held), None)
         start = min(cap, begun.held) if begun else min(trial.estimate, cap) / 2.0
         stride = NEAR_STRIDE if begun else MAX_STRIDE
-        search = Search(request.rate or start, min(start, cap / FLOOR), cap, request.tolerance, stride)
+        search = Search(max(request.rate or start, cap / FLOOR), cap / FLOOR, cap, request.tolerance, stride)
         known = {(each.rate, each.seed): each.attained for each in begun.probes} if begun else {}
         found = goodput(
             Probes(trial, self._each, known),

@@ -58,7 +58,7 @@ def first_lines(request: PlanRequest, first: FirstVerdict) -> list[str]:
 
 def _evidence(request: PlanRequest, option: Option) -> list[str]:
     lines = [option.goodput.short]
-    if option.headroom:
+    if option.headroom and option.serves is None:
         lines.append(option.headroom)
     if (cost := serving_cost(request, option.layout, request.rate or option.goodput.rate)) is not None:
         lines.append(cost.words)

@@ -120,13 +120,12 @@ class PlanRequest:
     @property
     def goal(self) -> str:
         """What is sought, as a sentence."""
+        gpus = f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
         if self.rate is not None:
             least = {"cost": "dollars", "power": "watts"}.get(self.objective, "GPUs")
-            return f"Goal: {self.rate:g} requests/s with the least {least}, at most {self.gpus} GPUs."
+            return f"Goal: {self.rate:g} requests/s with the least {least}, at most {gpus}."
         most = "" if self.objective == "throughput" else f" per {self.unit}"
-        return (
-            f"Goal: the most requests/s{most}, at most {self.gpus} GPUs; --rate R: the least that serve R requests/s."
-        )
+        return f"Goal: the most requests/s{most}, at most {gpus}; --rate R: the least that serve R requests/s."
 
     @property
     def unit(self) -> str:

@@ -13,12 +13,11 @@ from functools import partial
 from itertools import islice
 from math import inf
 
-from cluster.offline.plan.trial import MARGIN, Trial
+from cluster.offline.plan.trial import FLOOR, MARGIN, Trial
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput
 
 WAVE = 4  # candidates tried at once; fixed, so that the result does not depend on the number of processes
 SLACK = 1.1  # `max_rate` is for the mean request; a goodput above it by more than this comes from too short a run
-FLOOR = 256.0  # a search ends at the cap over this
 
 
 class SearchOutcome(Enum):

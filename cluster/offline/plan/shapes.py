@@ -61,7 +61,8 @@ def _needs(request: PlanRequest) -> str:
             gpus, (tensor, pipeline) = min_gpus(request.shape, sheet)
         except ProfileError:
             return f"no number of {name} holds it"
-        return f"it needs {gpus} {name} at least, as TP {tensor}, PP {pipeline}"
+        most = f", but a plan has at most {MAX_STAGES} stages" if pipeline > MAX_STAGES else ""
+        return f"it needs {gpus} {name} at least, as TP {tensor}, PP {pipeline}{most}"
 
     return "; ".join(needed(name, sheet) for name, sheet in request.sheets.items())
 

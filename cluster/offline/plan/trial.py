@@ -23,6 +23,7 @@ from workers.request import SLO
 MAX_LENGTHENING = 8
 MARGIN = 0.05  # a sample of a few hundred requests attains at most this much more than the whole load
 MIN_CHUNK = 16  # prompt tokens beside decodes
+FLOOR = 256.0  # no rate below the cap over this is simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Trial:
         """Simulate until the last request has ended or missed its deadline."""
         from cluster.offline.sim.run import RunOptions, simulate
 
+        rate = max(rate, self.max_rate / FLOOR)  # below, requests hardly meet, and idle time is simulated, too
         workload = self.load.at(rate, seed, self.count(rate))
         arrivals = len(workload.arrivals)
         misses = None if self.give_up is None else most_missed(self.give_up, arrivals)
@@ -258,8 +260,10 @@ def _mixed_rate(
     best = rate = 0.0
     while chunk >= MIN_CHUNK:
         batch = max(1, min(max_batch, round(chunk * output / prompt)))
-        step_s = cost.mixed_seconds(((min(chunk, prompt), prompt // 2),), batch, batch * context)
-        rate = min(min(chunk, prompt) / prompt, batch / output) / step_s
+        whole = chunk // prompt
+        prompts = ((prompt, 0),) * whole or ((chunk, prompt // 2),)
+        step_s = cost.mixed_seconds(prompts, batch, batch * context)
+        rate = min(whole or chunk / prompt, batch / output) / step_s
         if tpot_s is None or step_s <= tpot_s:
             best = max(best, rate)
         chunk //= 2

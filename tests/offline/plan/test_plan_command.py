@@ -62,6 +62,7 @@ def test_an_instance_has_three_answers() -> None:
         ([*SMALL, "--hardware", "l4,l4"], 1, "different kinds"),
         ([*SMALL, "--model", "llama-3-70b"], 1, "does not fit: it needs 8 l4"),
         ([*SMALL, "--workload", "nothing.csv"], 1, "nothing.csv"),
+        (["--model", "deepseek-v3", "--hardware", "l4", "--prompt", "9", "--output", "5"], 1, "at most 8 stages"),
         ([*SMALL, "--ttft", "0.0001"], 1, "closest:"),
         ([*SMALL, "--hardware", "l20", "--objective", "cost"], 1, "--price l20=DOLLARS"),
         ([*SMALL, "--price", "l4"], 1, "--price is 'l4'"),
@@ -111,6 +112,16 @@ def test_a_kind_that_does_not_fit_leaves_the_others_their_answer() -> None:
     value = json.loads(result.stdout)
     assert "needs 8 l4" in value["does_not_fit"][0]
     assert {each["layout"]["groups"][0]["hardware"] for each in value["estimates"]} == {"h100-80gb"}
+
+
+def test_a_kind_whose_kv_is_too_small_leaves_the_others_their_answer() -> None:
+    long = ["--model", "llama-3-8b", "--hardware", "l4,h100-80gb", "--prompt", "60000", "--output", "5"]
+    result = plan(*long, "--users", "1", "--ttft", "9", *QUICK)
+    assert result.exit_code == 0, result.output
+    _, answer = result.stdout.split("1. Prefill")
+    assert "l4: not simulated: the KV does not hold a long request" in answer
+    assert "l4: 0 requests/s: even a short request has 60,005 tokens, more than the KV holds" in answer
+    assert "output tokens/s" in answer  # of the H100
 
 
 def test_the_limit_bounds_the_answer_and_marks_it() -> None:

@@ -6,7 +6,15 @@ import pytest
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup, case_of
 from cluster.offline.plan.load import PlanLoad
-from cluster.offline.plan.trial import Trial, decode_trial, full_trial, last_deadline_s, prefill_trial, prompt_latency
+from cluster.offline.plan.trial import (
+    FLOOR,
+    Trial,
+    decode_trial,
+    full_trial,
+    last_deadline_s,
+    prefill_trial,
+    prompt_latency,
+)
 from cluster.offline.scoring.figures import attainment
 from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.sim.compare import Case, capacity
@@ -119,3 +127,13 @@ def test_a_pipeline_takes_as_long_for_a_prompt_as_the_closed_form_says(tokens: i
     pool = trial.case.spec.pools[0]
     expected_s = prompt_latency(pool, trial.case.models[pool.name].cost, tokens)
     assert trial.run(0.01, 0).served[0].ttft_s == pytest.approx(expected_s, rel=0.05)
+
+
+def test_short_prompts_share_a_step_in_the_closed_form_too() -> None:
+    trial = full_trial(plan_request(load=load("100-200/10-20"), requests=300, slo=SLO(1.0, 0.15)), MIXED)
+    assert trial(trial.estimate, 0).both >= 0.9 > trial(1.3 * trial.estimate, 0).both
+
+
+def test_idle_time_between_rare_requests_is_not_simulated(mixed: Trial) -> None:
+    run = mixed.run(1e-3, 0)
+    assert run.served[-1].arrival_s < 10.0 * len(run.served) * FLOOR / mixed.max_rate
