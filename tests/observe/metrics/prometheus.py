@@ -121,7 +121,8 @@ async def prometheus(
     config.write_text(yaml.safe_dump(document))
     address = f"127.0.0.1:{free_port()}"
     options = f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"
-    command = "sh", "-c", 'exec "$0" "$@" 2>log', path, *options, "--log.level=warn"
+    flags = "--log.level=warn", "--scrape.discovery-reload-interval=100ms"  # the default: 5 s
+    command = "sh", "-c", 'exec "$0" "$@" 2>log', path, *options, *flags
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, cwd=folder)
     try:
         async with httpx2.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=10.0) as http:
