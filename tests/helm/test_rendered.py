@@ -1,8 +1,11 @@
 """What the chart renders is what Kubernetes and KubeRay accept, for every set of values in `values/`."""
 
 import hashlib
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import kubernetes_validate
 import pytest
@@ -18,6 +21,14 @@ OLDEST, NEWEST, OTHERS = "1.27", "1.37", ("1.31", "1.34")
 VERSIONS = [NEWEST, *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)]
 FOREIGN = dict.fromkeys(("GRPCRoute", "HTTPRoute"), "gateway.networking.k8s.io/v1")
 EACH = pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def each_schema_is_read_once() -> Iterator[None]:
+    """The library reads two for each object."""
+    reading = cache(kubernetes_validate.utils.schema_contents)
+    with mock.patch.object(kubernetes_validate.utils, "schema_contents", reading):
+        yield
 
 
 @pytest.mark.grid(keep=6)
