@@ -1,15 +1,18 @@
 """A whole cluster in this process, with modelled or real workers, for tests that look inside."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
+from unittest import mock
 
 from cluster.control.controller import Controller
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
+from cluster.offline.sim import clock
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.local import LocalRuntime, LocalService
 from cluster.serving import serve
@@ -25,6 +28,30 @@ from workers.worker import Worker
 
 FAST = LinearCost(0.001, 0.00002, 0.0, 0.0005, 0.0, 0.0, 0.0)
 VOCAB = 1000
+P = ParamSpec("P")
+
+
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """The test on the simulator's clock: waiting takes no time, and a busy machine changes nothing.
+
+    For modelled workers in this process, without sockets; what they compute in threads (digests) is computed at once.
+    """
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        with mock.patch.object(clock.VirtualLoop, "run_in_executor", _at_once):
+            clock.run(test(*args, **kwargs))
+
+    return run
+
+
+def _at_once(loop: clock.VirtualLoop, _: object, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
+    done = loop.create_future()
+    try:
+        done.set_result(function(*args))
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 def split_spec(

@@ -16,7 +16,16 @@ from cluster.spec import Role
 from diptych.view import WorkerState
 from kvtransfer.open import SharedMemory
 from kvtransfer.transport import Read
-from tests.cluster.local import cluster, completed, generate, mixed_spec, request, split_spec, tokens_of
+from tests.cluster.local import (
+    cluster,
+    completed,
+    generate,
+    in_virtual_time,
+    mixed_spec,
+    request,
+    split_spec,
+    tokens_of,
+)
 from workers.build import build_worker
 from workers.costs import LinearCost
 from workers.errors import UnknownSequence, WorkerError
@@ -47,6 +56,7 @@ async def test_a_request_goes_through_both_workers_and_leaves_nothing_behind(bac
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_mixed_worker_serves_alone() -> None:
     async with cluster(mixed_spec()) as subject:
         events = await subject.run(request("a", 50))
@@ -56,6 +66,7 @@ async def test_a_mixed_worker_serves_alone() -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_request_for_one_token_needs_no_handoff() -> None:
     async with cluster(split_spec()) as subject:
         events = await subject.run(request("a", 50, max_tokens=1))
@@ -97,6 +108,7 @@ def test_ledger_parts_are_positive_and_sum_exactly(shapes: list[tuple[int, int]]
     asyncio.run(run())
 
 
+@in_virtual_time
 async def test_a_shared_prefix_is_moved_once() -> None:
     async with cluster(split_spec()) as subject:
         first = completed(await subject.run(request("a", 64)))
@@ -108,6 +120,7 @@ async def test_a_shared_prefix_is_moved_once() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
+@in_virtual_time
 async def test_closing_the_stream_frees_both_workers(after: int) -> None:
     async with cluster(split_spec(), SLOW) as subject:
         stream = generate(subject.dispatcher, request("a", 120, max_tokens=500))
@@ -122,6 +135,7 @@ async def test_closing_the_stream_frees_both_workers(after: int) -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_finish_frees_all_blocks() -> None:
     async with cluster(split_spec(), SLOW) as subject:
         events = []
@@ -140,6 +154,7 @@ async def test_finish_frees_all_blocks() -> None:
     ("phase", "length", "deadline_s", "engine"),
     [("queueing", 400, 0.3, {"kv_blocks": 40}), ("prefill", 800, 0.2, {}), ("decode", 20, 0.6, {})],
 )
+@in_virtual_time
 async def test_a_passed_deadline_names_the_phase_and_frees_both_workers(
     phase: str, length: int, deadline_s: float, engine: dict[str, Any]
 ) -> None:
@@ -156,6 +171,7 @@ async def test_a_passed_deadline_names_the_phase_and_frees_both_workers(
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_prompt_beyond_every_pool_is_unservable() -> None:
     async with cluster(split_spec(kv_blocks=20)) as subject:
         with pytest.raises(Unservable, match="500 tokens"):
@@ -163,6 +179,7 @@ async def test_a_prompt_beyond_every_pool_is_unservable() -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_request_without_a_worker_in_time_is_rejected_with_a_retry_time() -> None:
     spec = split_spec()
     spec = replace(spec, gateway=replace(spec.gateway, placement_timeout_s=0.3))
@@ -179,6 +196,7 @@ async def test_a_request_without_a_worker_in_time_is_rejected_with_a_retry_time(
 
 
 @pytest.mark.parametrize(("victim", "after_s"), [("prefill-0", 0.2), ("prefill-0", 0.5), ("decode-0", 0.7)])
+@in_virtual_time
 async def test_another_worker_continues_with_the_same_tokens_when_one_dies(victim: str, after_s: float) -> None:
     async with cluster(split_spec(2, 2), SLOW) as subject:
         streams = [asyncio.ensure_future(subject.run(request(f"r{n}", 60 + n, max_tokens=30))) for n in range(10)]
@@ -192,6 +210,7 @@ async def test_another_worker_continues_with_the_same_tokens_when_one_dies(victi
         await subject.settle()
 
 
+@in_virtual_time
 async def test_without_a_decode_pool_a_prefill_worker_serves_alone() -> None:
     async with cluster(split_spec(), SLOW) as subject:
         stream = await subject.begin(request("a", 60, max_tokens=60), 5)
@@ -203,6 +222,7 @@ async def test_without_a_decode_pool_a_prefill_worker_serves_alone() -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_dead_worker_comes_back_as_a_new_incarnation() -> None:
     async with cluster(split_spec()) as subject:
         before = {worker.name: worker.incarnation for worker in subject.dispatcher.view.workers}
@@ -219,6 +239,7 @@ async def test_a_dead_worker_comes_back_as_a_new_incarnation() -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_corrupted_kv_is_noticed_and_recomputed() -> None:
     async with cluster(split_spec()) as subject:
         executor = subject.workers["prefill-0"]._executor
@@ -242,6 +263,7 @@ async def test_corrupted_kv_is_noticed_and_recomputed() -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_attempts_are_bounded() -> None:
     async with cluster(split_spec()) as subject:
 
@@ -256,6 +278,7 @@ async def test_attempts_are_bounded() -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_failed_worker_is_avoided_while_another_is_ready() -> None:
     async with cluster(split_spec(1, 2)) as subject:
 
@@ -270,6 +293,7 @@ async def test_a_failed_worker_is_avoided_while_another_is_ready() -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_deadline_during_the_transfer_names_the_phase_and_frees_both_workers() -> None:
     async with cluster(split_spec()) as subject:
         executor = subject.workers["decode-0"]._executor
@@ -294,6 +318,7 @@ async def test_a_deadline_during_the_transfer_names_the_phase_and_frees_both_wor
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_prefill_worker_that_dies_after_the_handoff_is_not_missed() -> None:
     async with cluster(split_spec(), SLOW) as subject:
         stream = await subject.begin(request("a", 60, max_tokens=60), 5)
@@ -304,6 +329,7 @@ async def test_a_prefill_worker_that_dies_after_the_handoff_is_not_missed() -> N
 
 
 @pytest.mark.full
+@in_virtual_time
 async def test_a_reservation_that_waits_on_a_worker_that_dies_costs_an_attempt() -> None:
     async with cluster(split_spec(kv_blocks=40), SLOW) as subject:
         blocker = await subject.begin(request("blocker", 400, max_tokens=100), 1)
@@ -317,6 +343,7 @@ async def test_a_reservation_that_waits_on_a_worker_that_dies_costs_an_attempt()
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_worker_whose_queue_is_full_refuses_with_a_retry_time() -> None:
     async with cluster(mixed_spec(max_waiting=2, max_running=1), SLOW) as subject:
         running = await subject.begin(request("running", 20, max_tokens=50), 1)
@@ -333,6 +360,7 @@ async def test_a_worker_whose_queue_is_full_refuses_with_a_retry_time() -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_deadline_in_recovery_names_the_phase_and_leaves_nothing() -> None:
     shared, started = SharedMemory(), []
 
@@ -353,6 +381,7 @@ async def test_a_deadline_in_recovery_names_the_phase_and_leaves_nothing() -> No
         assert caught.value.phase == "recovery" and len(started) > 1
 
 
+@in_virtual_time
 async def test_a_silent_gateway_loses_its_requests_and_its_waiting_reservations(monkeypatch) -> None:
     monkeypatch.setattr("workers.subscribers.SUBSCRIBER_TIMEOUT_S", 0.3)
     monkeypatch.setattr("workers.worker.SWEEP_S", 0.05)
@@ -369,6 +398,7 @@ async def test_a_silent_gateway_loses_its_requests_and_its_waiting_reservations(
         await subject.settle()
 
 
+@in_virtual_time
 async def test_the_client_of_a_live_worker_is_reconnected() -> None:
     async with cluster(split_spec()) as subject:
         subject.dispatcher.discovery.clients["decode-0"].give_up("for the test")
@@ -380,6 +410,7 @@ async def test_the_client_of_a_live_worker_is_reconnected() -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_restarted_controller_does_not_end_running_streams() -> None:
     async with cluster(split_spec(), SLOW) as subject:
         stream = await subject.begin(request("a", 40, max_tokens=30), 5)

@@ -23,7 +23,17 @@ from diptych.view import Adapter, ClusterView, WorkerState
 from kvtransfer.errors import PeerLost
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import PeerAddress
-from tests.cluster.local import FAST, Cluster, cluster, completed, generate, request, split_spec, tokens_of
+from tests.cluster.local import (
+    FAST,
+    Cluster,
+    cluster,
+    completed,
+    generate,
+    in_virtual_time,
+    request,
+    split_spec,
+    tokens_of,
+)
 from workers.build import build_worker
 from workers.config import WorkerConfig
 from workers.transfer.peer_links import PeerLinks
@@ -70,6 +80,7 @@ async def known_empty(controller: Controller) -> None:
             await asyncio.sleep(0.02)
 
 
+@in_virtual_time
 async def test_a_drained_worker_takes_no_new_work_and_stops_when_empty() -> None:
     async with cluster(split_spec(1, 2)) as subject:
         streams = await begun(subject, 4, max_tokens=150)
@@ -94,6 +105,7 @@ async def test_a_drained_worker_takes_no_new_work_and_stops_when_empty() -> None
         assert list(subject.workers) == ["prefill-0", "decode-1"], "it was stopped"
 
 
+@in_virtual_time
 async def test_requests_left_at_the_drain_deadline_fail_over_without_losing_a_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -116,6 +128,7 @@ async def test_requests_left_at_the_drain_deadline_fail_over_without_losing_a_to
         await subject.settle()
 
 
+@in_virtual_time
 async def test_a_pool_grows_and_shrinks_and_reuses_free_names() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         await subject.controller.scale("decode", 3)
@@ -135,6 +148,7 @@ async def test_a_pool_grows_and_shrinks_and_reuses_free_names() -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_the_workers_with_the_least_work_are_removed() -> None:
     async with cluster(split_spec(1, 3)) as subject:
         streams = await begun(subject, 2, max_tokens=300)
@@ -143,6 +157,7 @@ async def test_the_workers_with_the_least_work_are_removed() -> None:
         assert all(completed(events).attempts == 1 for events in await asyncio.gather(*streams))
 
 
+@in_virtual_time
 async def test_changes_beyond_bounds_and_floors_are_refused_with_the_reason() -> None:
     spec = split_spec(1, 1)
     decode = replace(spec.pools[1], min_replicas=1, max_replicas=2)
@@ -166,6 +181,7 @@ async def test_changes_beyond_bounds_and_floors_are_refused_with_the_reason() ->
         assert await control.scale("decode", 1) == before, "nothing to do is no change"
 
 
+@in_virtual_time
 async def test_a_worker_without_room_shows_it_and_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_pool, "START_RETRY_S", 0.1)
     async with cluster(split_spec(1, 1)) as subject:
@@ -216,6 +232,7 @@ def test_a_worker_without_room_is_retried_with_doubling_pauses() -> None:
     assert pauses[:6] == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0] and set(pauses[6:]) == {300.0}
 
 
+@in_virtual_time
 async def test_a_worker_that_is_being_placed_can_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(split_spec(1, 1)) as subject:
         placing, given_up = asyncio.Event(), asyncio.Event()
@@ -236,6 +253,7 @@ async def test_a_worker_that_is_being_placed_can_be_removed(monkeypatch: pytest.
         await asyncio.wait_for(given_up.wait(), 5.0)
 
 
+@in_virtual_time
 async def test_a_worker_that_dies_while_it_leaves_stays_dead() -> None:
     async with cluster(split_spec(1, 2)) as subject:
         streams = await begun(subject, 4, max_tokens=400)
@@ -278,6 +296,7 @@ async def until(controller: Controller, is_so: Callable[[ClusterView], bool]) ->
 ADAPTER = Adapter("sql", "modelled", "/models/sql", "3f", 1000)
 
 
+@in_virtual_time
 async def test_a_restarted_controller_gets_workers_roles_and_adapters() -> None:
     spec, runtime = split_spec(1, 2), surviving()
     first = Controller(spec, runtime, "secret")
@@ -377,6 +396,7 @@ def test_bad_bounds_are_named(replicas: object, more: dict[str, object], message
         parse_spec(pools(replicas, **more))
 
 
+@in_virtual_time
 async def test_the_workers_and_streams_of_a_leaving_node_move() -> None:
     spec = split_spec(1, 2)
     async with cluster(replace(spec, elastic=replace(spec.elastic, floors={"prefill": 1, "decode": 2}))) as subject:
@@ -398,6 +418,7 @@ async def test_the_workers_and_streams_of_a_leaving_node_move() -> None:
         assert set(subject.workers) == {"prefill-0", "decode-0", "decode-2"}
 
 
+@in_virtual_time
 async def test_another_pool_serves_while_the_only_worker_is_replaced() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         streams = await begun(subject, 3, max_tokens=150)
@@ -408,6 +429,7 @@ async def test_another_pool_serves_while_the_only_worker_is_replaced() -> None:
         await subject.settle()
 
 
+@in_virtual_time
 async def test_nodes_that_leave_together_are_emptied_one_after_another() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         fewest = len(subject.workers)
@@ -425,6 +447,7 @@ async def test_nodes_that_leave_together_are_emptied_one_after_another() -> None
         assert fewest == 1, "there was always one that serves alone"
 
 
+@in_virtual_time
 async def test_a_leaving_node_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(split_spec(1, 2)) as subject:
 

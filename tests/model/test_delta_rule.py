@@ -5,10 +5,11 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.model.paging import ragged, scattered_tables
 from workers.ops import delta_rule
 from workers.ops.delta_rule import Gates
@@ -74,7 +75,7 @@ def check(found: Computed, wanted: Computed) -> None:
 cuts = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=2)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(cuts=cuts, block_size=st.integers(3, 6), seed=st.integers(0, 9))
 def test_kernels_compute_what_torch_does(cuts: list[list[int]], block_size: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ from cluster.events import Accepted, Rejected
 from cluster.policy.routing.prefix_index import Match, chain
 from cluster.spec import ROUTING, ClusterSpec, Role
 from kvtransfer.ticket import TransferTicket
-from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
+from tests.cluster.local import Cluster, cluster, completed, in_virtual_time, request, split_spec, tokens_of
 from workers.costs import LinearCost
 from workers.engine.blocks import OutOfBlocks
 from workers.engine.prefix_fetch import PrefixFetch
@@ -43,6 +43,7 @@ def expected(wanted: Request) -> list[int]:
 
 @pytest.mark.grid(keep=3)
 @pytest.mark.parametrize("routing", ROUTING)
+@in_virtual_time
 async def test_every_router_serves_the_same_tokens_and_leaves_nothing(routing: str) -> None:
     spec = routed(split_spec(2, 2), routing)
     mixed = replace(spec.pools[0], name="mixed", role=Role.MIXED, replicas=1)
@@ -62,6 +63,7 @@ async def test_every_router_serves_the_same_tokens_and_leaves_nothing(routing: s
 
 
 @pytest.mark.parametrize("routing", ["splitwise", "mooncake-local"])
+@in_virtual_time
 async def test_records_are_empty_after_cancelled_and_refused_requests(routing: str) -> None:
     spec = split_spec(1, 1, kv_blocks=40)
     spec = replace(routed(spec, routing), gateway=replace(spec.gateway, routing=routing, placement_timeout_s=0.2))
@@ -134,6 +136,7 @@ OWNERS = pytest.mark.parametrize("owner", ["prefill-0", "decode-0"])
 
 
 @OWNERS
+@in_virtual_time
 async def test_a_prefix_is_fetched_where_that_is_sooner_and_stays_there(owner: str) -> None:
     async with occupied(owner) as subject:
         assert await fetched(subject) == 400
@@ -183,6 +186,7 @@ def expire(owner: Worker, reader: Worker) -> None:
 @pytest.mark.grid(keep=4)
 @pytest.mark.parametrize("break_it", [forget_the_cache, leave_no_room, damage, refuse_to_hold, expire])
 @OWNERS
+@in_virtual_time
 async def test_a_prefix_that_is_gone_or_refused_is_computed_again(owner: str, break_it: Break) -> None:
     async with occupied(owner) as subject:
         break_it(subject.workers[owner], subject.workers["prefill-1"])
@@ -190,6 +194,7 @@ async def test_a_prefix_that_is_gone_or_refused_is_computed_again(owner: str, br
 
 
 @OWNERS
+@in_virtual_time
 async def test_a_cancelled_prefix_fetch_leaves_nothing(owner: str) -> None:
     async with occupied(owner) as subject:
         asked = asyncio.Event()
@@ -206,6 +211,7 @@ async def test_a_cancelled_prefix_fetch_leaves_nothing(owner: str) -> None:
         await asyncio.wait({second})
 
 
+@in_virtual_time
 async def test_a_gateway_refuses_what_it_could_not_serve_in_time() -> None:
     spec = routed(split_spec(), "least-loaded", "predictive", SLO(ttft_s=0.5))
     spec = replace(spec, pools=tuple(replace(pool, cost=SLOW) for pool in spec.pools))
