@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.control.changes import ServerReport
 from cluster.control.client import ControllerCalls
-from cluster.control.gateway_manager import GatewayManager, GatewayPorts
+from cluster.control.gateway_manager import GatewayManager
 from cluster.control.keep_alive import ORPHAN_AFTER_S, KeepAlive
 from cluster.control.membership import Membership
 from cluster.control.pools import first_orders
@@ -308,8 +308,8 @@ class Serving:
         """Supervise the gateway. After a restart it opens on the same ports."""
         port = int(self.endpoints[index].rpartition(":")[2])
         http_port = int(self.http_urls[index].rpartition(":")[2]) if self.http_urls else None
-        ports = GatewayPorts(models, port, http_port)
-        manager = GatewayManager(f"gateway-{index}", gateway, ports, self.runtime, self._failures)
+        opening = models, port, http_port
+        manager = GatewayManager(f"gateway-{index}", gateway, opening, self.runtime, self._failures)
         self._gateway_managers.append(manager)
         manager.begin()
 

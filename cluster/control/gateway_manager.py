@@ -9,12 +9,12 @@ One manager and one task per gateway, so that no gateway waits for another.
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from typing import Any
 
 from cluster.control.supervised import Failures, supervised
 from cluster.runtime.interface import Runtime, ServiceHandle
 from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
-from diptych.view import GatewayState, GatewayView, ModelView
+from diptych.view import GatewayState, GatewayView
 
 logger = logging.getLogger(__name__)
 
@@ -24,24 +24,15 @@ HUNG_S = 30.0  # without an answer; longer than a large prompt or a live migrati
 OPEN_S = 120.0  # for its servers to open; its process may start slowly
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayPorts:
-    """The models and ports that a gateway opens with. `http_port` None: no HTTP."""
-
-    models: tuple[ModelView, ...]
-    port: int
-    http_port: int | None
-
-
 class GatewayManager:
-    """Owned by the server."""
+    """Owned by the server. `opening`: the arguments of the gateway's `open`, which it gets again after a restart."""
 
     def __init__(
-        self, name: str, handle: ServiceHandle, ports: GatewayPorts, runtime: Runtime, failures: Failures
+        self, name: str, handle: ServiceHandle, opening: tuple[Any, ...], runtime: Runtime, failures: Failures
     ) -> None:
         self.handle = handle
         self.view = GatewayView(name, GatewayState.OPEN)
-        self._ports = ports
+        self._opening = opening
         self._runtime = runtime
         self._failures = failures
         self._silent_s = 0.0
@@ -60,8 +51,7 @@ class GatewayManager:
         is_open = self.view.state is not GatewayState.STARTING
         limit_s = ANSWER_S if is_open else OPEN_S
         try:
-            ports = self._ports
-            await self.handle.call("open", ports.models, ports.port, ports.http_port, timeout_s=limit_s)
+            await self.handle.call("open", *self._opening, timeout_s=limit_s)
         except NoAnswer:
             self._silent_s += limit_s
             if self._silent_s >= HUNG_S:

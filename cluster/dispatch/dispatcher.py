@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import uuid
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from cluster.control.client import ControllerCalls
@@ -16,7 +16,7 @@ from cluster.dispatch.capacity import ServingCapacity
 from cluster.dispatch.discovery import RECONNECT_S, WorkerDiscovery
 from cluster.dispatch.migration_loop import MigrationLoop
 from cluster.dispatch.request_runner import RequestRunner
-from cluster.dispatch.warming import WARM_TIMEOUT_S, on_each
+from cluster.dispatch.worker_client import WorkerClient
 from cluster.events import Event, Rejected
 from cluster.observe.history import History, Recent, RequestTrace, Window
 from cluster.observe.ledger import now_ns
@@ -27,13 +27,16 @@ from cluster.observe.request_observer import RequestObserver, RequestObservers, 
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import open_policy
 from cluster.policy.slo_attainment import GatewayAttainment, SLOScores
+from cluster.runtime.interface import WorkerStub
 from cluster.runtime.runtime_errors import WorkerGone
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, Role
 from diptych.clock import now_s
 from diptych.shapes import Shape, Timings
 from diptych.view import Adapter, CachedPrompt, ClusterView, ModelView
-from workers.errors import InvalidRequest, Overloaded, WorkerClosed
+from workers.errors import InvalidRequest, Overloaded, WorkerClosed, WorkerError
 from workers.request import Request, check_shape
+
+WARM_TIMEOUT_S = 120.0
 
 
 class Dispatcher:
@@ -185,11 +188,11 @@ class Dispatcher:
     async def warm(self, request: Request, pool: str, ttl_s: float) -> tuple[CachedPrompt, ...]:
         """Compute a prompt on all workers that prefill, and pin it for `ttl_s` (0: do not). See `Worker.warm`."""
         clients = self.discovery.clients.values()
-        return await on_each(clients, pool, lambda worker: worker.warm(request, ttl_s, WARM_TIMEOUT_S))
+        return await _on_each(clients, pool, lambda worker: worker.warm(request, ttl_s, WARM_TIMEOUT_S))
 
     async def unpin(self, request: Request | None, pool: str) -> tuple[CachedPrompt, ...]:
         """Unpin a prompt, or all (None), on all workers that prefill. Errors of both: `InvalidRequest`."""
-        return await on_each(self.discovery.clients.values(), pool, lambda worker: worker.unpin(request))
+        return await _on_each(self.discovery.clients.values(), pool, lambda worker: worker.unpin(request))
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         """Time steps of a shape on this idle worker. Raises `InvalidRequest`, or `Rejected` if it is busy or lost."""
@@ -207,3 +210,28 @@ class Dispatcher:
         except (WorkerGone, WorkerClosed) as error:
             raise Rejected(f"{worker} is gone: {error}", RECONNECT_S) from None
         return replace(timings, call_s=now_s() - begun_s - timings.elapsed_s)
+
+
+async def _on_each(
+    clients: Collection[WorkerClient], pool: str, call: Callable[[WorkerStub], Awaitable[int]]
+) -> tuple[CachedPrompt, ...]:
+    """Call all ready workers that prefill, of this pool or of all (""), at the same time; the calls return tokens.
+
+    Raises `InvalidRequest` if there is no such worker.
+    """
+    chosen = [
+        client
+        for client in clients
+        if client.lost is None and client.view.role is not Role.DECODE and pool in ("", client.view.pool)
+    ]
+    if not chosen:
+        where = f"pool {pool!r}" if pool else "this cluster"
+        raise InvalidRequest("pool", f"{where} has no ready worker that prefills")
+    return tuple(await asyncio.gather(*(_one(client, call) for client in chosen)))
+
+
+async def _one(client: WorkerClient, call: Callable[[WorkerStub], Awaitable[int]]) -> CachedPrompt:
+    try:
+        return CachedPrompt(client.name, await call(client.handle))
+    except (WorkerError, WorkerGone) as error:
+        return CachedPrompt(client.name, problem=str(error))
