@@ -353,7 +353,7 @@ class Worker:
         self._require_open()
 
         def beat() -> None:
-            if self._multi_step.is_told(late):  # the steps are its heartbeat
+            if self._multi_step.reports_to(late):  # the steps are its heartbeat
                 self._multi_step.catch_up(False)
             else:
                 on_bundle(Bundle((), self._stats()))

@@ -194,7 +194,7 @@ def compare_configurations(options: BenchOptions, given: Sequence[str], runtime:
         caption = "Where each wins and loses against the best colocated configuration by that figure."
         pictures.insert(0, Picture("verdicts", caption, partial(verdict_map, found)))
     note = "Tables of systems and pictures of requests show one run of each configuration only."
-    document = {"runs": [_run_json(each) for each in found.all], "told": list(lines)}
+    document = {"runs": [_run_json(each) for each in found.all], "summary": list(lines)}
     _finish(options, here, compared, document, More(lines, tables, tuple(pictures)), note)
 
 

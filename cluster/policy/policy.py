@@ -216,7 +216,7 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: LengthPredictor | None = 
         "mooncake-local": lambda: MooncakeLocal(latency, index),
         "slo": lambda: SLORouter(latency, index, active, spec.gateway.slo, expected),
     }
-    judges: dict[str, Callable[[], Admission]] = {
+    admissions: dict[str, Callable[[], Admission]] = {
         "none": Admission,
         "predictive": lambda: Predictive(spec.gateway.slo, latency, active),
         "slo": lambda: SLOAdmission(spec.gateway, latency, active, expected, spec.health.heartbeat_s),
@@ -225,7 +225,7 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: LengthPredictor | None = 
     requeue = Requeue(latency, active, index, is_on=spec.gateway.rebalance, ttft_s=spec.gateway.slo.ttft_s)
     return Policy(
         router=routers[spec.gateway.routing](),
-        admission=judges[spec.gateway.admission](),
+        admission=admissions[spec.gateway.admission](),
         latency=latency,
         active=active,
         index=index,

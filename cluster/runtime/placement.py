@@ -93,34 +93,34 @@ def shortage(resources: Resources, parallel: ParallelConfig, nodes: Sequence[Nod
     matching = _matching(resources, nodes)
     if resources.labels and not matching:
         return f"{needs}; no node has these labels, there {_kinds(nodes)}"
-    rooms = [_room(node, bundle(resources)) for node in matching]
+    counts = [_num_ranks(node, bundle(resources)) for node in matching]
     with_these = " with these labels" if resources.labels else ""
     where = f"the only node{with_these}" if len(matching) == 1 else f"the {len(matching)} nodes{with_these}"
-    if _fit(rooms, count, strategy):
+    if _fit(counts, count, strategy):
         return f"{needs}, which others hold on {where}"
-    held = ", ".join(map(str, sorted(rooms, reverse=True))) or "no"
+    held = ", ".join(map(str, sorted(counts, reverse=True))) or "no"
     return f"{needs}; {where}, if empty, would hold {held} ranks"
 
 
 def would_fit(resources: Resources, parallel: ParallelConfig, nodes: Sequence[Node]) -> bool:
     """Whether a worker would fit on these nodes if they were empty."""
-    rooms = [_room(node, bundle(resources)) for node in _matching(resources, nodes)]
-    return _fit(rooms, parallel.world_size, parallel.placement)
+    counts = [_num_ranks(node, bundle(resources)) for node in _matching(resources, nodes)]
+    return _fit(counts, parallel.world_size, parallel.placement)
 
 
 def _matching(resources: Resources, nodes: Sequence[Node]) -> list[Node]:
     return [node for node in nodes if has_labels(node.labels, resources.labels)]
 
 
-def _fit(rooms: Sequence[int], count: int, strategy: str) -> bool:
+def _fit(counts: Sequence[int], count: int, strategy: str) -> bool:
     if strategy == "strict_spread":
-        return sum(room > 0 for room in rooms) >= count
+        return sum(each > 0 for each in counts) >= count
     if strategy == "strict_pack":
-        return max(rooms, default=0) >= count
-    return sum(rooms) >= count
+        return max(counts, default=0) >= count
+    return sum(counts) >= count
 
 
-def _room(node: Node, wanted: Mapping[str, float]) -> int:
+def _num_ranks(node: Node, wanted: Mapping[str, float]) -> int:
     """Number of ranks that fit on an empty node."""
     return min(int(node.resources.get(kind, 0) / amount + 1e-9) for kind, amount in wanted.items())
 

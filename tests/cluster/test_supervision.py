@@ -229,7 +229,7 @@ def test_opening_a_gateway_twice_opens_it_once() -> None:
             made.append(FakeServer(context))
             return made[-1]
 
-        models = serving._gateway_managers[0]._ports.models
+        models = serving._gateway_managers[0]._opening[0]
         service = GatewayService("gateway-9", serving.spec, runtime.services["controller"], make_server)
         await asyncio.gather(service.open(models, 0), service.open(models, 0))
         assert len(made) == 1

@@ -52,7 +52,7 @@ class MultiStep:
         self._run: _Run | None = None
         self._reader: dict[str, LateReader] = {}  # by sequence
         self._readers: tuple[LateReader, ...] = ()
-        self._ended = self._committed = self._told = 0  # of the steps
+        self._ended = self._committed = self._reported = 0  # of the steps
         self._is_checked = True
         self._logs = False  # only the last step may change the cache log
         self._is_catching_up = False
@@ -75,7 +75,7 @@ class MultiStep:
             steps.shorten(1)
             late = {}
         self._reader, self._readers = late, tuple(dict.fromkeys(late.values()))
-        self._ended = self._committed = self._told = 0
+        self._ended = self._committed = self._reported = 0
         self._is_checked, self._logs = True, logs
         self._run = _Run(steps, self._engine.begin_decodes(steps.sample, self._on_use))
         for reader in self._readers:
@@ -94,20 +94,20 @@ class MultiStep:
         """By now, without the last one."""
         return bisect_right(steps.ends_s, self._now_s(), self._ended, len(steps.ends_s) - 1)
 
-    def is_told(self, reader: LateReader | None) -> bool:
+    def reports_to(self, reader: LateReader | None) -> bool:
         """Whether steps run whose outputs this reader gets late."""
         return self._run is not None and reader in self._readers
 
     def num_unreported(self, key: str) -> int:
         if self._run is None or key not in self._reader:
             return 0
-        return self._num_ended(self._run.steps) - self._told
+        return self._num_ended(self._run.steps) - self._reported
 
     def catch_up(self, with_tokens: bool) -> None:
         """Count and tell what has ended by now, but for the last step."""
-        self._catch_up(commits=with_tokens, tells=with_tokens)
+        self._catch_up(commits=with_tokens, reports=with_tokens)
 
-    def _catch_up(self, *, commits: bool, tells: bool) -> None:
+    def _catch_up(self, *, commits: bool, reports: bool) -> None:
         run = self._run
         if run is None or self._is_catching_up:
             return
@@ -119,8 +119,8 @@ class MultiStep:
             self._count(run, ended)
             if commits and self._committed < self._ended:
                 self._commit(run, self._ended)
-            if tells and self._told < self._ended:
-                self._tell_tokens(run)
+            if reports and self._reported < self._ended:
+                self._report_tokens(run)
         finally:
             self._is_catching_up = False
 
@@ -142,8 +142,8 @@ class MultiStep:
         run.decodes.commit(run.steps.seconds[self._committed : stop])
         self._committed = stop
 
-    def _tell_tokens(self, run: _Run) -> None:
-        self._told = self._ended
+    def _report_tokens(self, run: _Run) -> None:
+        self._reported = self._ended
         outputs: dict[LateReader, list[TokensOut]] = {}
         for output in run.decodes.outputs(run.steps.ends_s[: self._ended]):
             outputs.setdefault(self._reader[output.key], []).append(output)
@@ -152,7 +152,7 @@ class MultiStep:
 
     def _on_use(self, is_change: bool) -> None:
         """The engine is about to be read or changed."""
-        self._catch_up(commits=is_change, tells=False)
+        self._catch_up(commits=is_change, reports=False)
         if is_change and self._is_checked:
             self._is_checked = False
             asyncio.get_running_loop().call_soon(self._check)

@@ -34,11 +34,11 @@ class GangStore:
         return self._own.watch(added, gone)
 
     def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
-        def told(count: int) -> None:
+        def ended(count: int) -> None:
             found(count)
             self.changed()
 
-        self._own.find(names, timeout_s, told)
+        self._own.find(names, timeout_s, ended)
 
     def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
         own = self._own.written(name, prefix, block)
@@ -47,12 +47,12 @@ class GangStore:
     def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         begun_s = time.monotonic()
 
-        def told(arrived: bool) -> None:
+        def ended(arrived: bool) -> None:
             done(arrived, time.monotonic() - begun_s)
             self.changed()
 
         own = self._own.arrived(name, block, timeout_s)
-        self._ask([own, *(other.read_block(self.tier, name, block, timeout_s) for other in self._others)], told)
+        self._ask([own, *(other.read_block(self.tier, name, block, timeout_s) for other in self._others)], ended)
 
     def _ask(self, ranks: Sequence[Awaitable[bool]], done: Callable[[bool], None]) -> None:
         """`done` once all ranks have answered, or are lost: until then they may use their host blocks."""

@@ -115,7 +115,7 @@ def page(
         verdict=verdict(systems),
         ran=ran(systems) if systems else None,
         notes=list(dict.fromkeys((*notes, *of_runs))),
-        told=[f"{system.name}: {goodput.summary}" for system in systems for goodput in system.goodputs],
+        goodputs=[f"{system.name}: {goodput.summary}" for system in systems for goodput in system.goodputs],
         summed=more.summary,
         found=more.grids,
         grids=[grid for grid in (comparison(systems), details(systems), pools(systems)) if grid.rows],

@@ -183,7 +183,7 @@ class Goodput:
             "capped": self.capped,
             "limits": self.limits,
             "closest": msgspec.to_builtins(self.closest) if self.probes else None,
-            "told": self.summary,
+            "summary": self.summary,
         }
 
 
