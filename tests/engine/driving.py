@@ -45,7 +45,7 @@ def model_facts(
     has_state: bool = False,
 ) -> ModelFacts:
     layout = SizedLayout("model", 1, 1, 2, 4, state_layers=(0,) * has_state, num_bytes=block_bytes)
-    return ModelFacts("model", vocab_size, context_length, (EOS,), layout, host_cache_blocks=host_cache_blocks)
+    return ModelFacts(vocab_size, context_length, (EOS,), layout, host_cache_blocks=host_cache_blocks)
 
 
 def engine(

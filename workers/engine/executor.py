@@ -21,7 +21,6 @@ from workers.request import Adapter, Grammar
 class ModelFacts:
     """What the rest of the worker needs to know about the loaded model."""
 
-    name: str
     vocab_size: int
     context_length: int
     eos_token_ids: tuple[int, ...]

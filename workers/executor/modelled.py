@@ -84,7 +84,6 @@ def modelled_facts(block_size: int = 16, model: Modelled | None = None) -> Model
     sizes = model or Modelled(num_layers=1, num_kv_heads=1, head_dim=2)
     layout = KVLayout("modelled", sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, block_size, dtype=sizes.dtype)
     return ModelFacts(
-        name="modelled",
         vocab_size=sizes.vocab_size,
         context_length=sizes.context_length,
         eos_token_ids=(0,),

@@ -312,7 +312,6 @@ def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig) -
     weights = content if engine.weights == "float32" else f"{content}-{engine.weights}"
     layout = kv_layout(model, weights, engine.block_size, engine.dtype)
     return ModelFacts(
-        name=folder.name,
         vocab_size=model.vocab_size,
         context_length=model.context_length,
         eos_token_ids=model.eos_token_ids,

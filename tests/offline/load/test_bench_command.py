@@ -114,7 +114,7 @@ def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, 
     loads = ("30 requests/s", "60 requests/s")
     assert runs == [("tiny-split", load, 5) for load in loads] + [(there, load, 5) for load in loads]
     assert all(each["figures"]["finished"] == 6 for each in document["runs"])
-    assert len(document["told"]) == 2 and all(there in line for line in document["told"])
+    assert len(document["summary"]) == 2 and all(there in line for line in document["summary"])
     names = {each.name for each in (tmp_path / "out").iterdir()}
     file = tmp_path / "out" / "runs.jsonl"
     assert recorded(file) == figures_by_run(document["runs"])
