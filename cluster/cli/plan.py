@@ -228,8 +228,8 @@ def _place(options: PlanOptions, known: dict[str, Any]) -> None:
     from cluster.offline.plan.placement import PlacementResult, PlacementSearch
     from cluster.offline.plan.report import (
         changes_json,
+        estimate_json,
         estimate_lines,
-        estimates_json,
         first_json,
         first_lines,
         plan_json,
@@ -245,9 +245,9 @@ def _place(options: PlanOptions, known: dict[str, Any]) -> None:
     estimates = outline(request)
     known |= {
         "warnings": too_long(request.model, load),
-        "estimates": estimates_json(request, estimates),
+        "estimates": [estimate_json(request, each) for each in estimates.estimates],
         "does_not_fit": estimates.refused,
-        "what_if": changes_json(request, estimates),
+        "what_if": changes_json(request, estimates.best(request)),
     }
     _print_estimate(options, [*estimate_lines(request, estimates), *known["warnings"]])
     estimates.check_any_meets(request)

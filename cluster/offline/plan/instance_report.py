@@ -8,9 +8,8 @@ from msgspec import to_builtins
 from cluster.offline.plan.dollars import price_line, serving_cost
 from cluster.offline.plan.estimate import CAVEAT, ms_range, seconds_text
 from cluster.offline.plan.instance import Instance, InstanceAnswer, LengthRanges
-from cluster.offline.plan.report import change_lines, cost_json, lines_of
+from cluster.offline.plan.report import change_lines, changes_json, cost_json, estimate_json, lines_of
 from cluster.offline.plan.request import PlanRequest
-from cluster.offline.plan.why import changes
 from cluster.offline.scoring.figures import slo_text
 
 Latency = Literal["ttft_s", "tpot_s"]
@@ -83,13 +82,8 @@ def _throughput(answer: InstanceAnswer) -> str:
 def instance_estimates_json(instances: Sequence[Instance]) -> dict[str, Any]:
     best = _best(instances)
     return {
-        "estimates": [
-            to_builtins(each.estimate) | {"cost": cost_json(each.request, each.estimate.layout, each.estimate.rate)}
-            for each in instances
-        ],
-        "what_if": {"of": best.name, "changes": to_builtins(changes(best.request, best.estimate.layout))}
-        if best
-        else None,
+        "estimates": [estimate_json(each.request, each.estimate) for each in instances],
+        "what_if": changes_json(best.request, best.estimate) if best else None,
     }
 
 

@@ -36,11 +36,11 @@ class Option:
         met = f"TTFT met by {one.attained.ttft:.1%} and TPOT by {one.attained.tpot:.1%}"
         return f"at {one.rate:.4g} requests/s {met} of requests, {target:.0%} needed{breaks}"
 
-    def merit(self, request: PlanRequest) -> float:
-        """The higher, the better, by the request's objective."""
+    def merit(self, request: PlanRequest) -> tuple[float, float]:
+        """The higher, the better, by the request's objective; of equals the smaller."""
         if request.rate is not None:
-            return 1.0 / self.trial.weight
-        return self.goodput.rate if request.objective == "throughput" else self.value
+            return -self.trial.weight, self.value
+        return (self.goodput.rate if request.objective == "throughput" else self.value), -self.trial.weight
 
 
 def rate_text(request: PlanRequest, trial: Trial, rate: float) -> str:

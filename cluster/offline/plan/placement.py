@@ -109,9 +109,10 @@ class PlacementSearch:
             raise PlanError(self._no_answer())
         options = list(self._options)
         if not self._complete:  # of other kinds of layout, what was simulated with one seed is known
-            kinds = {option.layout.kind for option in options}
-            known = {each.layout: each for each in (*self.race.options, *self._one_seed.values())}
-            options += [option for option in known.values() if option.layout.kind not in kinds]
+            done = {option.layout.kind for option in options if option.goodput.complete}
+            for option in (*self.race.options, *self._one_seed.values()):
+                if option.layout.kind not in done and option.layout not in [each.layout for each in options]:
+                    options.append(option)
         wall_s = time.perf_counter() - start_s
         return PlacementResult(tuple(options), tuple(self._notes), self._requests, wall_s, self._complete)
 

@@ -76,7 +76,7 @@ class Race:
         self._width = width
         self._tried = tried
         self._on_best = on_best
-        self._best = 0.0
+        self._best: tuple[float, ...] = ()
         self.requests = 0
         self.decided = False
         self.contenders = [self._contender(layout) for layout in layouts]

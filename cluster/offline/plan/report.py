@@ -128,16 +128,12 @@ def change_lines(request: PlanRequest, best: Estimate) -> list[str]:
     return lines
 
 
-def changes_json(request: PlanRequest, found: Outline) -> Any:
-    best = found.best(request)
+def changes_json(request: PlanRequest, best: Estimate | None) -> Any:
     return None if best is None else {"of": best.name, "changes": to_builtins(changes(request, best.layout))}
 
 
-def estimates_json(request: PlanRequest, found: Outline) -> list[dict[str, Any]]:
-    return [
-        to_builtins(each) | {"cost": cost_json(request, each.layout, min(each.rate, request.rate or inf))}
-        for each in found.estimates
-    ]
+def estimate_json(request: PlanRequest, each: Estimate) -> Any:
+    return to_builtins(each) | {"cost": cost_json(request, each.layout, min(each.rate, request.rate or inf))}
 
 
 def first_json(request: PlanRequest, first: FirstVerdict) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def judge(request: PlanRequest, options: Sequence[Option], complete: bool = True
     for candidates in by_kind.values():  # the simplest first
         if not candidates:
             continue
-        option = max(candidates, key=lambda each: _merit(request, each))
+        option = max(candidates, key=lambda each: each.merit(request))
         if best is None:
             best = option
             continue
@@ -80,11 +80,12 @@ def judge(request: PlanRequest, options: Sequence[Option], complete: bool = True
             why = reason
         best = option if wins else best
     assert best is not None, "there is an option"
-    rest = sorted((each for each in options if each is not best), key=lambda each: _merit(request, each), reverse=True)
+    rest = sorted((each for each in options if each is not best), key=lambda each: each.merit(request), reverse=True)
     if complete:
         advice = _advice(request, best.layout.kind, bool(by_kind["colocated"]), bool(by_kind["split"]))
     else:  # an untried layout may be better
         advice = f"Not decided yet; best so far: {best.layout.kind}"
+        why = why if all(option.goodput.complete for option in options) else ""  # bounds tell no difference
     return PlanVerdict((best, *rest), f"{advice}{': ' if why else ''}{why}")
 
 
@@ -97,12 +98,6 @@ def _advice(request: PlanRequest, kind: str, any_colocated: bool, any_split: boo
     if kind == "hybrid":
         return "Disaggregate, and let the pools help each other out"
     return "Disaggregate" if any_colocated else "Disaggregate: no colocated layout meets the SLO"
-
-
-def _merit(request: PlanRequest, option: Option) -> tuple[float, float]:
-    if request.rate is not None:
-        return -option.trial.weight, option.value
-    return (option.goodput.rate if request.objective == "throughput" else option.value), -option.trial.weight
 
 
 def _beats(request: PlanRequest, simple: Option, other: Option) -> tuple[bool, str]:

@@ -259,3 +259,11 @@ def test_headroom_is_that_of_a_seed_at_its_own_goodput() -> None:
     probes = tuple(Probe(rate, seed, Attainment(share, 1.0, share, 1.0)) for (rate, seed), share in met.items())
     told = replace(made, goodput=replace(made.goodput, probes=probes)).headroom
     assert told.startswith("at 10 requests/s TTFT met by 93.0%"), told
+
+
+def test_bounds_of_searches_that_were_cut_short_tell_no_difference() -> None:
+    question = plan_request()
+    made = [option(question, "colocated", (10.0,)), option(question, "split", (12.0,))]
+    assert "split serves" in judge(question, made, complete=False).words
+    cut = replace(made[1], goodput=replace(made[1].goodput, complete=False))
+    assert judge(question, [made[0], cut], complete=False).words == "Not decided yet; best so far: colocated"
