@@ -41,6 +41,7 @@ Progress = Callable[[str], None]
 
 CLOSE_GRACE_S = 1.0
 SAMPLE_S = 1.0
+RESTART_LOOK_S = 0.5  # between two calls to a controller that restarts
 FIRST_CALL_S = 120.0  # processes may start slowly, because several read their libraries from disk at once
 
 
@@ -284,8 +285,15 @@ class Serving:
         deadline_s = asyncio.get_running_loop().time() + self.spec.health.start_timeout_s
         shown: dict[str, WorkerView] = {}
         while True:
-            models: tuple[ModelView, ...] | None = await controller.call("ready", 1.0)
-            membership: Membership = await controller.call("members", 0, 1.0)
+            models: tuple[ModelView, ...] | None = None
+            membership = Membership(0)
+            try:
+                models = await controller.call("ready", 1.0)
+                membership = await controller.call("members", 0, 1.0)
+            except WorkerGone:  # it restarts, and `KeepAlive` makes it begin
+                if self._closed.is_set():
+                    raise
+                await asyncio.sleep(RESTART_LOOK_S)
             for member in membership.members:
                 view, before = member.view, shown.get(member.view.name)
                 shown[view.name] = view

@@ -173,14 +173,17 @@ class Controller:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while awaited := [each for each in self._replicas.values() if each.required and not is_ready(each)]:
-                    for replica in awaited:
+                while (models := self._models()) is None or not all(map(is_ready, self._required())):
+                    for replica in self._required():
                         if replica.fatal is not None:
                             raise replica.fatal
                     await self._changed.wait()
         except TimeoutError:
             return None
-        return self._models()
+        return models
+
+    def _required(self) -> list[ReplicaManager]:
+        return [each for each in self._replicas.values() if each.required]
 
     def _models(self) -> tuple[ModelView, ...] | None:
         """The served models in order; None until a worker has loaded each."""

@@ -12,7 +12,7 @@ from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import Environment, PoolModel, SimRuntime, virtual
 from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalService, LocalWorker
-from cluster.runtime.runtime_errors import NoAnswer
+from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
 from cluster.serving import Serving, serve
 from cluster.spec import ClusterSpec
 from tests.cluster.local import FAST, split_spec
@@ -28,13 +28,18 @@ def _raising(error: Exception) -> Any:
 class Service(LocalService):
     """A service in a process: it can be frozen, and calls to it have deadlines, as under Ray."""
 
+    build: Callable[[], Any]
+
     def __init__(self, target: Any, build: Callable[[], Any]) -> None:
         super().__init__(target, build)
         self.thawed = asyncio.Event()
         self.thawed.set()
         self.fault: Exception | None = None
+        self.is_dead = False
 
     async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
+        if self.is_dead:
+            raise WorkerGone("its process ended")
         try:
             async with asyncio.timeout(timeout_s):
                 await self.thawed.wait()
@@ -81,6 +86,14 @@ class Processes(SimRuntime):
             await handle.target.close(0.0)
         handle.thawed.set()
         return await super().restart_service(handle)
+
+
+async def die_and_restart(service: Service, away_s: float) -> None:
+    """A controller's process is killed, and Ray starts it again."""
+    service.is_dead = True
+    await crash(service.target)
+    await asyncio.sleep(away_s)
+    service.target, service.is_dead = service.build(), False
 
 
 async def crash(controller: Controller) -> None:

@@ -137,7 +137,7 @@ def test_no_revision_is_used_twice_when_a_controller_is_restarted() -> None:
             controller.target._bump()  # nobody was told of these when it crashed
         last = controller.target.view().revision
         assert last > memory.revision
-        again = controller.build()  # type: ignore[misc]
+        again = controller.build()
         await again.begin(replace(memory, workers=()))
         assert again.view().revision > last
         await again.stop()

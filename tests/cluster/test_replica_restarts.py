@@ -24,7 +24,7 @@ from cluster.spec import Role
 from diptych.view import WorkerState, WorkerView
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, cluster, completed, generate, request, split_spec
-from tests.cluster.processes import FakeServer, Processes, in_virtual_time
+from tests.cluster.processes import FakeServer, Processes, die_and_restart, in_virtual_time
 from tests.observe.exposition import exposition
 from workers.build import build_worker
 from workers.config import WorkerConfig
@@ -120,6 +120,27 @@ def test_an_unexpected_error_at_the_first_start_is_retried(faults: int) -> None:
     assert [round(later - sooner) for sooner, later in pairwise(starts_s)] == [5, 10][:faults]
     assert "decode-0: dead (cannot start: KeyError: 'fault 0'; next start in 5 s)" in lines
     assert state is WorkerState.READY
+
+
+@pytest.mark.parametrize("begun_s", [0.0, 3.0])
+def test_a_controller_that_dies_while_the_cluster_starts_finishes_the_start(begun_s: float) -> None:
+    async def all_of_it() -> None:
+        spec = split_spec(1, 1)
+        runtime = Processes(spec)
+        runtime.faults["decode-0"] = [KeyError("a fault delays it")]
+        starting = asyncio.ensure_future(serve(virtual(spec, MODELS), runtime=runtime, make_server=FakeServer))
+        while not runtime.started_s["decode-0"]:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(begun_s)
+        await die_and_restart(runtime.services["controller"], 3.0)
+        serving = await starting
+        try:
+            await asyncio.sleep(10.0)
+            assert decode(runtime).state is WorkerState.READY
+        finally:
+            await serving.close()
+
+    run(all_of_it())
 
 
 def test_a_first_start_that_the_configuration_makes_impossible_ends_serve() -> None:
