@@ -120,8 +120,8 @@ effort = grouped("Simulation")
     "--limit",
     type=click.FloatRange(min=1.0, max=86_400.0),
     metavar="SECONDS",
-    help=f"Time limit of the simulation; the best answer by then is printed. [default: {INSTANCE_S:g} with --prompt, "
-    f"else {PLACEMENT_S:g}]",
+    help=f"Time limit of the simulation; the best answer by then is printed. [default: {INSTANCE_S:g} with --prompt or "
+    f"--from-cluster, else {PLACEMENT_S:g}]",
 )
 @click.option("-o", "--out", type=FILE, help="Write the plan as a cluster YAML.")
 @JSON
@@ -364,7 +364,8 @@ def _advise(options: PlanOptions, access: Access) -> None:
 
     limit_s = options.limit or INSTANCE_S
     _, ended_by = search(limit_s, options.processes, work)
-    _print_answer(options, advice_lines(running, tried), advice_json(running, tried), ended_by, limit_s)
+    value = {"complete": not ended_by, **advice_json(running, tried)}
+    _print_answer(options, advice_lines(running, tried), value, ended_by, limit_s)
 
 
 def _users(text: str) -> list[int]:

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.peer_simulators import sharegpt
 from cluster.offline.plan.deploy import Layout, WorkerGroup
+from cluster.offline.plan.estimate import outline
 from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.placement import PlacementSearch
 from cluster.offline.plan.request import PlanRequest
@@ -68,6 +69,12 @@ def test_one_gpu_is_too_slow_for_the_prompts_of_distserves_case(tensor: int, hol
 
 def test_distserves_pair_holds_near_its_rate() -> None:
     assert attained(full_trial(distserve(requests=150), opt_pair(2, 1)), 0.8 * 3 * PUBLISHED_PER_GPU) >= 0.9
+
+
+def test_the_closed_form_names_the_published_pair_and_the_best_colocated_instance() -> None:
+    colocated, split = (each.layout for each in outline(distserve()).estimates)
+    assert [(group.tensor, group.pipeline) for group in split.groups] == [(2, 1), (1, 1)]
+    assert [(group.tensor, group.pipeline) for group in colocated.groups] == [(4, 1)]
 
 
 @acceptance

@@ -131,7 +131,7 @@ async def test_a_real_cluster_is_advised_from_its_own_load(tmp_path: Path) -> No
         result = await asyncio.to_thread(CliRunner().invoke, main, command)
     assert result.exit_code == 0, result.output
     value = json.loads(result.stdout)
-    assert value["load"]["requests"] == 12 and value["measured"]["both"] == 1.0
+    assert value["load"]["requests"] == 12 and value["measured"]["both"] == 1.0 and value["complete"]
     assert value["advice"].startswith("Change") and value["tried"][0]["attained"]["both"] == 1.0
     assert value["prices"] == {"prefill": 0.49, "decode": 0.25}
     paid, seconds = value["tried"][0]["cost"], value["load"]["seconds"]
