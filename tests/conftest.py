@@ -17,8 +17,8 @@ Property tests use the same examples every time, so a run is reproducible. `make
 fails becomes an `@example`. Examples have no deadline, so a busy machine fails none. Of the slow tests' examples
 (tests/examples.py) `make test` draws a third.
 
-The tests run on two processes, a file at a time. The tests in tests/ray are one unit, which runs first: it takes
-longest, and two Ray clusters would slow each other down.
+The tests run on three processes, a file at a time. The tests in tests/ray are one unit, which runs first: it takes
+longest, and two Ray clusters would slow each other down. Those of all sources, tests/test_*.py, are another.
 """
 
 import atexit
@@ -34,7 +34,8 @@ from hypothesis import HealthCheck, settings
 
 from tests import examples
 
-RAY = "tests/ray/"
+RAY, SOURCES = "tests/ray/", "tests/test_*.py"
+FIRST = RAY, SOURCES  # the units that take longest
 
 if os.environ.get("DIPTYCH_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any test loads Triton
@@ -56,9 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def unit(nodeid: str) -> str:
-    """The unit that one process runs: a file, so that its shared fixtures are created once."""
+    """The unit that one process runs: a file, so that its shared fixtures are created once. Those that parse all our
+    sources are one.
+    """
     path = nodeid.partition("::")[0]
-    return RAY if path.startswith(RAY) else path
+    return RAY if path.startswith(RAY) else SOURCES if path.count("/") == 1 else path
 
 
 def grids(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
@@ -86,7 +89,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for instances in grids(items).values():
         for item in left_out(instances):
             item.add_marker(pytest.mark.full)
-    items.sort(key=lambda item: unit(item.nodeid) != RAY)
+    rank = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: rank.get(unit(item.nodeid), len(FIRST)))
 
 
 def pytest_collection_finish() -> None:

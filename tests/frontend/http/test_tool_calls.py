@@ -51,7 +51,7 @@ def dispatcher(shared: tuple[FakeDispatcher, Clients]) -> FakeDispatcher:
 
 
 @pytest.fixture
-def there(shared: tuple[FakeDispatcher, Clients]) -> Clients:
+def there(shared: tuple[FakeDispatcher, Clients], dispatcher: FakeDispatcher) -> Clients:
     return shared[1]
 
 
