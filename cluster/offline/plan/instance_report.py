@@ -33,8 +33,8 @@ def instance_lines(request: PlanRequest, lengths: LengthRanges, found: Sequence[
     slos = f"{slo_text(request.slo)}, for {100 * request.target:g} %"
     lines += ["", f"3. Goodput, the highest rate that meets both SLOs: {slos}"]
     for each in found:
-        one, goodput = each.instance, each.throughput
-        cost = serving_cost(one.request, one.estimate.layout, goodput.rate if goodput else 0.0)
+        one = each.instance
+        cost = serving_cost(one.request, one.estimate.layout, _held(each))
         lines += [f"  {one.name}: {_throughput(each)}", *([f"    {cost.words}"] if cost else [])]
     return lines
 
@@ -65,17 +65,24 @@ def _loaded(answer: InstanceAnswer, latency: Latency) -> str:
     )
 
 
+def _held(answer: InstanceAnswer) -> float:
+    """Requests/s; of a search that was cut short, what every seed held."""
+    found = answer.throughput
+    if found is None:
+        return 0.0
+    return found.rate if found.complete else min(found.by_seed, default=0.0)
+
+
 def _throughput(answer: InstanceAnswer) -> str:
     found = answer.throughput
     if found is None:
         return f"{answer.instance.estimate.throughput}; not simulated"
-    if not found.rate:
+    if not (held := _held(answer)):
         return found.short
-    tokens = found.rate * answer.mean_output
+    tokens = held * answer.mean_output
     bound = "" if found.complete else "at least "
     return (
-        f"{bound}{found.rate:.3g} requests/s, {tokens:.4g} output tokens/s, {tokens / found.gpus:.4g} per GPU "
-        f"({found.short})"
+        f"{bound}{held:.4g} requests/s, {tokens:.4g} output tokens/s, {tokens / found.gpus:.4g} per GPU ({found.short})"
     )
 
 
@@ -104,7 +111,7 @@ def instance_json(request: PlanRequest, lengths: LengthRanges, found: Sequence[I
 
 def _throughput_json(answer: InstanceAnswer) -> dict[str, Any]:
     found = answer.throughput
-    rate = found.rate if found is not None else 0.0
+    rate = _held(answer)
     return {
         "instance": answer.instance.name,
         "gpus": answer.instance.group.gpus_each,

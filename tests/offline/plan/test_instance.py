@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,3 +105,10 @@ def test_invalid_lengths_are_refused(text: str) -> None:
 def test_a_range_and_a_number() -> None:
     assert parse_range("1500-2000", "--prompt") == Uniform(1500, 2000)
     assert parse_range(" 500 ", "--output") == Uniform(500, 500)
+
+
+def test_a_search_that_was_cut_short_has_what_every_seed_held(answer: InstanceAnswer) -> None:
+    assert answer.throughput is not None
+    cut = replace(answer.throughput, complete=False, seeds=(0, 1), by_seed=(20.0, 24.0), rate=22.0, broke=(None, None))
+    words = "\n".join(instance_lines(QUESTION, LENGTHS, [replace(answer, throughput=cut)]))
+    assert words.count("at least 20 requests/s") == 2 and "22 requests/s" not in words
