@@ -105,18 +105,20 @@ image:
 image-test: $(READY)
 	@DIPTYCH_IMAGE=1 $(BIN)/python -m pytest -q -s tests/image/test_image.py
 
-# One worker on both cores (whole prompts first, five chunk sizes), two mixed workers, split, and ours, on the same two
-# cores, under three loads, with five seeds: about four hours. It goes on where it stopped, so it can run in pieces:
+# One worker on both cores (whole prompts first, five chunk sizes, ours), and two workers (mixed, split, ours), on the same
+# two cores, under three loads, with five seeds: about three hours. It goes on where it stopped, so it can run in pieces:
 # LOADS=shifting ARGS="--seeds 2", COMPARED="examples/interference/split.yaml ...". See docs/benchmarking.md.
 LOADS := interference decode-heavy shifting
-CONFIGURATIONS := colocated chunk-64 chunk-128 chunk-256 chunk-512 chunk-1024 colocated-two split ours
+CONFIGURATIONS := colocated chunk-64 chunk-128 chunk-256 chunk-512 chunk-1024 colocated-two split ours ours-two
 COMPARED := $(CONFIGURATIONS:%=examples/interference/%.yaml)
 compare: $(LOADS:%=compare-%)
-compare-interference: LOAD = --workload poisson:rate=0.6,count=24,lengths=2x64/48+2x128/48+1024/48 --rates 0.35,0.6
-compare-decode-heavy: LOAD = --workload poisson:rate=0.3,count=16,lengths=64-128/192-320
-compare-shifting: LOAD = --workload "poisson:rate=0.4,count=10,lengths=1024/12 + poisson:rate=0.5,count=14,lengths=64/96"
+compare-interference: LOAD = --workload poisson:rate=0.6,count=36,lengths=2x64/48+2x128/48+1024/48 --rates 0.6,3
+compare-decode-heavy: LOAD = --workload poisson:rate=3,count=32,lengths=64-128/192-320
+compare-decode-heavy: TPOT = 0.05
+compare-shifting: LOAD = --workload "poisson:rate=1,count=15,lengths=1024/12 + poisson:rate=1.25,count=21,lengths=64/96"
+TPOT = 0.15
 compare-%: $(VENV)/.bench
-	@$(BIN)/diptych bench --compare $(COMPARED) $(LOAD) --ttft 3 --tpot 0.15 --seeds 5 --resume -o bench-results/$* $(ARGS)
+	@$(BIN)/diptych bench --compare $(COMPARED) $(LOAD) --ttft 3 --tpot $(TPOT) --seeds 5 --resume -o bench-results/$* $(ARGS)
 
 # guidellm and aiperf, unmodified, against our HTTP server; the first run creates an environment for each (minutes).
 bench-outside: $(VENV)/.bench
