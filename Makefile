@@ -115,7 +115,7 @@ compare: $(LOADS:%=compare-%)
 compare-interference: LOAD = --workload poisson:rate=0.6,count=36,lengths=2x64/48+2x128/48+1024/48 --rates 0.6,3
 compare-decode-heavy: LOAD = --workload poisson:rate=3,count=32,lengths=64-128/192-320
 compare-decode-heavy: TPOT = 0.05
-compare-shifting: LOAD = --workload "poisson:rate=1,count=15,lengths=1024/12 + poisson:rate=1.25,count=21,lengths=64/96"
+compare-shifting: LOAD = --workload "poisson:rate=1.2,count=15,lengths=1024/12 + poisson:rate=1.5,count=21,lengths=64/96"
 TPOT = 0.15
 compare-%: $(VENV)/.bench
 	@$(BIN)/diptych bench --compare $(COMPARED) $(LOAD) --ttft 3 --tpot $(TPOT) --seeds 5 --resume -o bench-results/$* $(ARGS)
