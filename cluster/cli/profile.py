@@ -72,9 +72,10 @@ def _show(found: "ClusterProfile") -> None:
     for pool in found.pools:
         cost, error = pool.cost, pool.error
         weights = f", at least {cost.weights_s * 1e3:.2f} ms for its tokens" if cost.weights_s else ""
+        large = f" (beyond {cost.large_step_tokens:g} in a step {cost.large_token_s * 1e3:.3f} ms more)"
         screen.print(
             f"{pool.pool}: step {cost.step_s * 1e3:.2f} ms{weights}, "
-            f"+ {cost.prefill_token_s * 1e3:.3f} ms per prompt token, "
+            f"+ {cost.prefill_token_s * 1e3:.3f} ms per prompt token{large if cost.large_token_s else ''}, "
             f"+ {cost.decode_row_s * 1e3:.3f} ms per decode, + {cost.decode_context_s * 1e6:.2f} us per context token; "
             f"error on {error.points} held-out steps: median {error.median:.1%}, maximum {error.greatest:.1%}; "
             f"gap between steps {pool.gap_s * 1e3:.2f} ms, call {pool.call_s * 1e3:.2f} ms",

@@ -30,6 +30,7 @@ MODELS: dict[str, CostModel] = {
     "linear": LinearCost(),
     "linear, no pairs": LinearCost(prefill_pair_s=0.0),
     "linear, weights": LinearCost(weights_s=0.03),
+    "linear, large steps": LinearCost(weights_s=0.03, large_step_tokens=64, large_token_s=0.001),
     "distserve": profile_of("opt-13b", "a100-80gb").cost,
     "distserve TP 2 PP 2": profile_of("opt-66b", "a100-80gb", 2, 2).cost,
     "distserve-vllm": profile_of("opt-66b", "a100-80gb", 2, source="distserve-vllm").cost,

@@ -1,5 +1,5 @@
-"""Step times that are linear in the contents of the step, but at least a read of the weights: few coefficients, fitted
-to real workers.
+"""Step times that are linear in the contents of the step, but at least a read of the weights, and steeper for large
+steps: few coefficients, fitted to real workers.
 """
 
 import math
@@ -7,6 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from workers.costs.port import MAX_TOKENS, CostModel, check_non_negative
+
+OF_STEPS = (
+    *("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s"),
+    *("weights_s", "large_token_s"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,10 @@ class LinearCost(CostModel):
     """Per byte swapped to host memory, or back."""
     weights_s: float = 0.0
     """Per step, to read the weights, if that takes longer than to compute its tokens at `prefill_token_s` each."""
+    large_step_tokens: float = 0.0
+    """Tokens of a step, prompts and decodes, beyond which each takes `large_token_s` more."""
+    large_token_s: float = 0.0
+    """Per token beyond `large_step_tokens`: activations that outgrow a cache."""
 
     def __post_init__(self) -> None:
         check_non_negative(self)
@@ -47,6 +56,7 @@ class LinearCost(CostModel):
             pairs = num_tokens * cached_tokens + num_tokens * (num_tokens + 1) / 2
             seconds += num_tokens * self.prefill_token_s + pairs * self.prefill_pair_s
             tokens += num_tokens
+        seconds += max(0.0, tokens - self.large_step_tokens) * self.large_token_s
         return seconds + (max(0.0, self.weights_s - tokens * self.prefill_token_s) if tokens else 0.0)
 
     def prompt_tokens_within(
@@ -63,10 +73,15 @@ class LinearCost(CostModel):
             return 0
         if seconds == math.inf:
             return MAX_TOKENS
-        # Tokens that are computed while the weights are read take no time, but for their pairs.
-        hidden_s = max(0.0, self.weights_s - others * self.prefill_token_s)
-        most = self._tokens_within(seconds + hidden_s, cached_tokens, self.prefill_token_s)
-        return min(most, self._tokens_within(seconds, cached_tokens, 0.0)) if hidden_s else most
+        # The step's seconds are the largest of three: the weights are read, tokens are computed, more tokens than
+        # `large_step_tokens` are computed. A chunk fits if it fits all three.
+        token_s, hidden_s = self.prefill_token_s, max(0.0, self.weights_s - others * self.prefill_token_s)
+        small_s = max(0.0, self.large_step_tokens - others) * self.large_token_s
+        return min(
+            self._tokens_within(seconds, cached_tokens, 0.0),
+            self._tokens_within(seconds + hidden_s, cached_tokens, token_s),
+            self._tokens_within(seconds + hidden_s + small_s, cached_tokens, token_s + self.large_token_s),
+        )
 
     def _tokens_within(self, seconds: float, cached_tokens: int, token_s: float) -> int:
         """Of a chunk that takes `token_s` for each token and `prefill_pair_s` for each pair."""
@@ -79,5 +94,4 @@ class LinearCost(CostModel):
         return int(min(seconds / linear, MAX_TOKENS)) if linear > 0.0 else MAX_TOKENS
 
     def scaled(self, ratio: float) -> "LinearCost":
-        steps = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s", "weights_s")
-        return replace(self, **{name: getattr(self, name) * ratio for name in steps})
+        return replace(self, **{name: getattr(self, name) * ratio for name in OF_STEPS})

@@ -32,7 +32,7 @@ def points(cost: LinearCost) -> list[Point]:
 def test_the_cost_that_made_the_points_is_found(cost: LinearCost) -> None:
     found = fit(points(cost))
     assert error_of(found, points(cost)).greatest < 1e-3
-    assert found.weights_s == 0.0
+    assert found.weights_s == found.large_token_s == found.large_step_tokens == 0
 
 
 @settings(max_examples=20)
@@ -41,6 +41,16 @@ def test_steps_that_wait_for_the_weights_are_found(token_s: float, tokens: int, 
     """The weights take as long as `tokens` tokens."""
     cost = LinearCost(0.004, token_s, 4e-7, token_s + more_s, 3e-6, weights_s=tokens * token_s)
     assert error_of(fit(points(cost)), points(cost)).greatest < 0.04
+
+
+@settings(max_examples=20)
+@given(st.sampled_from((0.0, 0.02)), st.sampled_from((64, 128)), st.floats(2e-4, 1e-3))
+def test_tokens_that_take_longer_in_large_steps_are_found(weights_s: float, large: int, more_s: float) -> None:
+    cost = LinearCost(0.004, 2e-3, 4e-7, 3e-3, 3e-6, weights_s=weights_s)
+    cost = replace(cost, large_step_tokens=large, large_token_s=more_s)
+    found = fit(points(cost))
+    assert error_of(found, points(cost)).greatest < 0.02
+    assert found.large_step_tokens <= large and found.large_token_s == pytest.approx(more_s, rel=0.3)
 
 
 def test_a_decode_costs_at_least_its_token_where_weights_are_given() -> None:
