@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import struct
 from collections.abc import AsyncIterator
 
@@ -27,6 +26,7 @@ from tests.kvtransfer.peers import (
     LAYOUT,
     SECRET,
     address_of,
+    callers,
     make_region,
     no_descriptors_left,
     open_set,
@@ -286,14 +286,16 @@ async def test_unauthenticated_connections_take_no_readers_place() -> None:
 
 
 async def test_the_control_port_accepts_again_once_there_are_descriptors(owner: Owner) -> None:
-    caller = socket.socket()
+    calling = callers()
     loop, reported = asyncio.get_running_loop(), asyncio.Event()
     loop.set_exception_handler(lambda _, context: reported.set() if "out of system resource" in str(context) else None)
     with no_descriptors_left():
-        caller.setblocking(False)
-        await loop.sock_connect(caller, ("127.0.0.1", owner.port))
+        for caller in calling:
+            caller.setblocking(False)
+            await loop.sock_connect(caller, ("127.0.0.1", owner.port))
         await asyncio.wait_for(reported.wait(), 30.0)
-    caller.close()
+    for caller in calling:
+        caller.close()
     assert (await owner.meet()).peer == PEER
 
 

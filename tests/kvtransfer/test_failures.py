@@ -32,6 +32,7 @@ from tests.kvtransfer.peers import (
     address_of,
     block_bytes_of,
     block_of,
+    callers,
     make_region,
     no_descriptors_left,
     open_set,
@@ -216,15 +217,17 @@ def test_a_slow_handshake_is_cut_off_at_its_deadline(monkeypatch: pytest.MonkeyP
 async def test_a_tcp_owner_accepts_again_once_there_are_descriptors() -> None:
     owner = open_set(make_region(filled=True), ("tcp",), "owner")
     tcp = owner._transports[0]._owner  # type: ignore[attr-defined]
-    caller = socket.socket()
+    calling = callers()
     with no_descriptors_left():
-        await asyncio.to_thread(caller.connect, ("127.0.0.1", tcp.port))
+        for caller in calling:
+            await asyncio.to_thread(caller.connect, ("127.0.0.1", tcp.port))
         async with asyncio.timeout(30.0):
             while tcp.num_accept_failures < 2:
                 await asyncio.sleep(0.01)
     reader = open_set(make_region(), ("tcp",), "reader")
     await reader.connect(address_of(owner, "owner"))
-    caller.close()
+    for caller in calling:
+        caller.close()
     await asyncio.gather(reader.close(), owner.close())
 
 
