@@ -248,8 +248,8 @@ class GatewaySpec:
     """
     trace_requests: int = 4096
     """Finished requests that a gateway keeps for `diptych trace`. 0: none."""
-    trace_s: float = 600.0
-    """How long it keeps them."""
+    trace_s: float = 14_400.0
+    """How long it keeps them at most: hours, since `diptych plan --from-cluster` replays them."""
     tls_cert_file: str | None = None
     """PEM file with the gateway's certificate and its chain: turns on TLS for gRPC and HTTP, docs/security.md. Files
     are read where the gateway runs, and again when they change.

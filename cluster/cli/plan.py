@@ -252,7 +252,7 @@ def _place(options: PlanOptions, known: dict[str, Any]) -> None:
     _print_estimate(options, [*estimate_lines(request, estimates), *known["warnings"]])
     estimates.check_any_meets(request)
     limit_s = options.limit or PLACEMENT_S
-    told: list[FirstVerdict] = []
+    verdicts: list[FirstVerdict] = []
 
     def work(budget: "Budget", progress: SearchProgress) -> PlacementResult:
         first = estimates.contenders(request)
@@ -260,17 +260,17 @@ def _place(options: PlanOptions, known: dict[str, Any]) -> None:
 
         def interim(seconds: float) -> list[str]:
             """At `FIRST_S`, and when it is decided."""
-            if not placement.race.decided and (told or seconds < FIRST_S):
+            if not placement.race.decided and (verdicts or seconds < FIRST_S):
                 return []
-            if told and told[-1].decided:
+            if verdicts and verdicts[-1].decided:
                 return []
-            told.append(first_verdict(request, placement.race, seconds))
-            return [] if options.as_json else first_lines(request, told[-1])
+            verdicts.append(first_verdict(request, placement.race, seconds))
+            return [] if options.as_json else first_lines(request, verdicts[-1])
 
         progress.interim = interim
         found = placement.search()
-        if not told:
-            told.append(first_verdict(request, placement.race, budget.limit_s - budget.left_s))
+        if not verdicts:
+            verdicts.append(first_verdict(request, placement.race, budget.limit_s - budget.left_s))
         return found
 
     found, ended_by = search(limit_s, options.processes, work)
@@ -278,7 +278,7 @@ def _place(options: PlanOptions, known: dict[str, Any]) -> None:
     written = ""
     if verdict is not None and options.out is not None:
         written = f"written to {options.out}. {write_plan(options.out, request, found, verdict)}"
-    value = known | {"first": first_json(request, told[-1])} | plan_json(request, found, verdict)
+    value = known | {"first": first_json(request, verdicts[-1])} | plan_json(request, found, verdict)
     _print_answer(options, plan_lines(request, found, verdict), value, ended_by, limit_s, written)
     if verdict is None and options.out is not None:
         raise click.ClickException(f"{options.out} was not written: nothing was decided in time; give a longer --limit")

@@ -58,11 +58,11 @@ def _measure_file(file: str, runtime: str, rounds: int) -> "ClusterProfile":
 
 
 async def _measure(endpoint: str, access: Access, rounds: int) -> "ClusterProfile":
-    from cluster.cli.profile_client import ProfileClient
     from cluster.offline.profile.measure import measure
+    from diptych.client import AsyncClient
 
     with progress_bar() as progress:
-        async with ProfileClient(endpoint, access=access) as client:
+        async with AsyncClient(endpoint, access=access) as client:
             return await measure(client, progress, rounds)
 
 

@@ -119,7 +119,7 @@ def _throughput_json(answer: InstanceAnswer) -> dict[str, Any]:
         "output_tokens_per_s": rate * answer.mean_output,
         "cost": cost_json(answer.instance.request, answer.instance.estimate.layout, rate),
         "complete": answer.complete,
-        "told": _throughput(answer) if found is None else found.short,
+        "summary": _throughput(answer) if found is None else found.short,
     }
 
 

@@ -195,7 +195,7 @@ def _option_json(request: PlanRequest, option: Option) -> dict[str, Any]:
             "high": found.high,
             "by_seed": list(found.by_seed),
             "per_gpu": found.per_gpu,
-            "told": found.short,
+            "summary": found.short,
         },
         "attainment_at_rate": None if option.serves is None else to_builtins(option.serves),
     }

@@ -323,12 +323,12 @@ def advice_lines(running: RunningCluster, tried: Sequence[Tried]) -> list[str]:
         lines.append(f"  {name}{now}: {_met(each.attained)}")
         lines += [f"    {cost.words}"] if (cost := running.cost(each)) else []
     prices = ", ".join(f"{pool} ${dollars:g}/h" for pool, dollars in running.prices.items())
-    told = (
+    summary = (
         f"Prices of one rank: {prices}"
         if prices
         else "No prices: name the GPU, --hardware l4, or give --price POOL=DOLLARS"
     )
-    return [*lines, "", advice(running, tried), "", told, *running.load.notes]
+    return [*lines, "", advice(running, tried), "", summary, *running.load.notes]
 
 
 def _met(attained: Attainment) -> str:

@@ -14,6 +14,7 @@ from cluster.events import Completed
 from cluster.frontend.text import TextDelta
 from cluster.offline.profile.steps import measured
 from diptych.client import AsyncClient
+from diptych.request_ids import PROFILE_PREFIX, new_id
 from diptych.shapes import Shape
 from workers.profiles.measured import LONE_TOKENS
 from workers.profiles.profile_errors import ProfileError
@@ -121,7 +122,14 @@ async def stream_answer(
     """Record into `answer` when its tokens come."""
     clock = asyncio.get_running_loop().time
     answer.sent_s = clock()
-    stream = client.generate(prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True, timeout_s=TIMEOUT_S)
+    stream = client.generate(
+        prompt,
+        max_tokens=num_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        timeout_s=TIMEOUT_S,
+        request_id=f"{PROFILE_PREFIX}{new_id()}",  # no load to `diptych plan --from-cluster`
+    )
     async for event in stream:
         if isinstance(event, TextDelta):
             answer.token_s += [clock()] * len(event.tokens)

@@ -68,7 +68,7 @@ def test_text_and_json_agree(small: tuple[PlanRequest, PlacementResult, PlanVerd
     lines, value = plan_lines(*small), plan_json(*small)
     assert value["verdict"] in lines
     assert [each["layout"] for each in value["options"]] == [each.layout.description for each in small[2].options]
-    assert all(each["goodput"]["told"] in "\n".join(lines) for each in value["options"])
+    assert all(each["goodput"]["summary"] in "\n".join(lines) for each in value["options"])
 
 
 def test_no_system_is_advised_once_the_time_is_up(small: tuple[PlanRequest, PlacementResult, PlanVerdict]) -> None:
