@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cluster.cli import main
+from cluster.offline.plan.budget import LIMIT, Budget
 from cluster.offline.plan.context import context_tokens
 from cluster.spec_file import load_spec
 
@@ -190,10 +191,17 @@ def test_an_slo_that_no_layout_meets_is_not_simulated() -> None:
     assert "closest: colocated: 1 x mixed" in result.stderr and "the SLO is 1 ms" in result.stderr
 
 
-def test_a_plan_that_was_not_decided_is_not_written(tmp_path: Path) -> None:
+def test_a_plan_that_was_not_decided_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Budget.__init__
+
+    def begin_at_the_limit(budget: Budget, limit_s: float, processes: int) -> None:
+        begin(budget, limit_s, processes)
+        budget.ended_by = LIMIT
+
+    monkeypatch.setattr(Budget, "__init__", begin_at_the_limit)
     out = tmp_path / "plan.yaml"
     words = ["--model", "llama-3-8b", "--hardware", "h100-80gb", "--gpus", "8", *LOAD, *TARGETS]
-    result = plan(*words, "--limit", "1", "--processes", "1", "-o", str(out))
+    result = plan(*words, "--processes", "1", "-o", str(out))
     assert result.exit_code == 1 and "give a longer --limit" in result.stderr
     assert "Not decided in time" in result.stdout
     assert not out.exists()
