@@ -117,7 +117,7 @@ def trial_intervals(trials: Trials) -> Any:
         panel.set_xlim(-0.5, len(trials.loads) - 0.5)
         panel.set_ylim(0.0, 105.0 if metric.is_share else None)
         panel.grid(axis="x", visible=False)
-        panel.set_title(f"{metric.name}, {metric.unit}" + (" (more is better)" if metric.more_is_better else ""))
+        panel.set_title(f"{metric.name}, {metric.unit}" + ("\n(more is better)" if metric.more_is_better else ""))
     handles, labels = grid.flat[0].get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     picture.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=len(unique))
