@@ -21,11 +21,11 @@ def host_cache_hits(workload: Workload, num_blocks: int) -> float:
     """The share of all prompt tokens that a `HostCache` of this many blocks has."""
     cache = HostCache(num_blocks, CacheLog(128))
 
-    def found(names: list[bytes]) -> int:
-        hits = len(cache.match(names))
-        for name in reversed(names[hits:]):
-            if name not in cache:
-                cache.save(name, None, ())
+    def found(hashes: list[bytes]) -> int:
+        hits = len(cache.match(hashes))
+        for block_hash in reversed(hashes[hits:]):
+            if block_hash not in cache:
+                cache.save(block_hash, None, ())
         return hits
 
     return _share(workload, (found([b"%d" % each for each in arrival.prefix]) for arrival in workload.arrivals))
@@ -35,11 +35,11 @@ def lru_hits(workload: Workload, num_blocks: int) -> float:
     """The same of one list, whose least recently used block is evicted."""
     known: OrderedDict[int, None] = OrderedDict()
 
-    def found(names: tuple[int, ...]) -> int:
-        hits = next((index for index, name in enumerate(names) if name not in known), len(names))
-        for name in reversed(names):
-            known.pop(name, None)
-            known[name] = None
+    def found(hashes: tuple[int, ...]) -> int:
+        hits = next((index for index, block_hash in enumerate(hashes) if block_hash not in known), len(hashes))
+        for block_hash in reversed(hashes):
+            known.pop(block_hash, None)
+            known[block_hash] = None
         while len(known) > num_blocks:
             known.popitem(last=False)
         return hits

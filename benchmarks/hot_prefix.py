@@ -16,7 +16,7 @@ from cluster.events import Completed, Delta, Event
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, open_cluster
 from cluster.offline.sim.systems import RARE_HEARTBEATS
-from cluster.policy.routing.prefix_index import chain
+from cluster.policy.routing.prefix_index import prefix_hashes
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from workers.config import EngineConfig
 from workers.costs import LinearCost
@@ -88,7 +88,7 @@ async def _measure(spec: ClusterSpec) -> Spreading:
         async def sample() -> None:
             for at_s in SAMPLES_S:
                 await asyncio.sleep(begin_s + HOT_FROM_S + at_s - clock.time())
-                found = dispatcher._policy.index.matches(chain(hot), clock.time())
+                found = dispatcher._policy.index.matches(prefix_hashes(hot), clock.time())
                 copies.append(sum(match.tokens >= HOT_TOKENS // 128 * 128 for match in found.values()))
 
         async with asyncio.TaskGroup() as tasks:

@@ -18,7 +18,7 @@ from kvtransfer.layout import KVLayout
 from workers.kv_store.io_threads import MAX_READS, MAX_WRITES, READ_THREADS, WRITE_THREADS
 from workers.kv_store.kv_store import KVStore
 from workers.kv_store.slab import SLAB_FILES, Slab, aligned_buffer
-from workers.kv_store.slot_format import NAME_BYTES, fingerprint
+from workers.kv_store.slot_format import HASH_BYTES, fingerprint
 from workers.kv_store.slot_index import SlotIndex
 
 LAYOUT = KVLayout("bench", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16)  # SmolLM2-135M: 720 KiB
@@ -51,13 +51,13 @@ async def _io(slab: Slab, rounds: int, progress: Progress) -> Rates:
     _raw(slab.write, slab, WRITE_THREADS)  # the first write of an allocated file is slower
     store = KVStore(slab, fingerprint(LAYOUT))
     for number in range(rounds):
-        names = [_name(number * slab.num_slots + place) for place in range(slab.num_slots)]
+        hashes = [_name(number * slab.num_slots + place) for place in range(slab.num_slots)]
 
-        async def read(place: int, names: list[bytes] = names) -> bool:
-            return await store.read(names[place], blocks[place % MAX_READS], TIMEOUT_S)
+        async def read(place: int, hashes: list[bytes] = hashes) -> bool:
+            return await store.read(hashes[place], blocks[place % MAX_READS], TIMEOUT_S)
 
-        async def write(place: int, names: list[bytes] = names) -> bool:
-            return await store.write(names[place], blocks[place % MAX_READS])
+        async def write(place: int, hashes: list[bytes] = hashes) -> bool:
+            return await store.write(hashes[place], blocks[place % MAX_READS])
 
         _note(made, "raw write", slab, lambda: _raw(slab.write, slab, WRITE_THREADS))
         _note(made, "raw read", slab, lambda: _raw(slab.read, slab, READ_THREADS))
@@ -123,19 +123,19 @@ def _index(num_names: int, rounds: int) -> tuple[Figure, ...]:
     table = f"Index of {num_names} blocks"
     return (
         Figure(table, "index", "memory per million blocks", "MiB", spread([taken_bytes * 1e6 / num_names])),
-        Figure(table, "index", f"names looked up, {PREFIX} of a prompt", "1/s", spread(rates)),
+        Figure(table, "index", f"block hashes looked up, {PREFIX} of a prompt", "1/s", spread(rates)),
     )
 
 
 def _lookups(index: SlotIndex, prompts: Sequence[Sequence[bytes]]) -> float:
     begun = time.perf_counter()
-    for names in prompts:
-        assert index.match(names) == PREFIX
+    for hashes in prompts:
+        assert index.match(hashes) == PREFIX
     return len(prompts) * PREFIX / (time.perf_counter() - begun)
 
 
 def _name(number: int) -> bytes:
-    return number.to_bytes(NAME_BYTES, "little")
+    return number.to_bytes(HASH_BYTES, "little")
 
 
 NOTES = (

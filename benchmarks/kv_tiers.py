@@ -28,7 +28,7 @@ from workers.executor.rank import Rank
 from workers.kv_store.io_threads import MAX_WRITES
 from workers.kv_store.kv_store import KVStore
 from workers.kv_store.slab import SLAB_FILES, Slab
-from workers.kv_store.slot_format import NAME_BYTES, fingerprint
+from workers.kv_store.slot_format import HASH_BYTES, fingerprint
 from workers.model.store import resolve
 
 SHAPE = Shape(batch=8, context=512)
@@ -107,7 +107,7 @@ async def _copy(executor: Rank, taken: TierTimes) -> None:
 
 
 class Writer:
-    """Writes blocks of random bytes, each under a new name."""
+    """Writes blocks of random bytes, each under a new block hash."""
 
     def __init__(self, store: KVStore, block_bytes: int) -> None:
         self._store = store
@@ -116,7 +116,7 @@ class Writer:
 
     async def write(self) -> None:
         self._number += 1
-        await self._store.write(self._number.to_bytes(NAME_BYTES, "little"), next(self._blocks))
+        await self._store.write(self._number.to_bytes(HASH_BYTES, "little"), next(self._blocks))
 
     async def write_on(self) -> None:
         while True:

@@ -22,7 +22,7 @@ from kvtransfer.open import SharedMemory
 from kvtransfer.transport import PullOrder, Read
 from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.block_store import BlockStore
-from workers.engine.blocks import prefix_hashes
+from workers.engine.blocks import block_hashes
 from workers.engine.cache_log import Tier
 from workers.engine.store_tiers import READS_AT_ONCE
 from workers.executor.opening import open_rank
@@ -64,14 +64,14 @@ class SlowedStore:
         self._store = store
         self._free_s = 0.0
 
-    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+    def write(self, block_hash: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
         def ended(is_there: bool) -> None:
             done(is_there)
             self.written.release()
 
-        self._store.write(name, prefix, block, ended)
+        self._store.write(block_hash, prefix, block, ended)
 
-    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+    def read(self, block_hash: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         self._free_s = due_s = max(self._free_s, begun_s) + self.block_s
@@ -82,7 +82,7 @@ class SlowedStore:
             self.changed()
 
         self.num_reading += 1
-        self._store.read(name, block, timeout_s, lambda arrived, _: _at(due_s, end, arrived))
+        self._store.read(block_hash, block, timeout_s, lambda arrived, _: _at(due_s, end, arrived))
 
     def stats(self) -> TierStats:
         return self._store.stats()
@@ -248,20 +248,20 @@ class DiskBench(LoadingBench):
         """Read all blocks, then ask. Returns the seconds of both, and of the second part alone."""
         await self.forget()
         begun_s = time.perf_counter()
-        names = iter(prefix_hashes(prompt, BLOCK)[: (len(prompt) - 1) // BLOCK])
+        hashes = iter(block_hashes(prompt, BLOCK)[: (len(prompt) - 1) // BLOCK])
         async with asyncio.timeout(TIMEOUT_S):
-            await asyncio.gather(*(self._read_some(names) for _ in range(READS_AT_ONCE)))
+            await asyncio.gather(*(self._read_some(hashes) for _ in range(READS_AT_ONCE)))
         read_s = time.perf_counter() - begun_s
         asked_s = await self.ask(prompt)
         return read_s + asked_s, asked_s
 
-    async def _read_some(self, names: Iterable[bytes]) -> None:
+    async def _read_some(self, hashes: Iterable[bytes]) -> None:
         host = self.worker.engine.pool.host
-        for name in names:
-            block = host.load(name)
+        for block_hash in hashes:
+            block = host.load(block_hash)
             assert block is not None, "host memory is too small"
             ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            self.disk.read(name, block, TIMEOUT_S, partial(_end, ended))
+            self.disk.read(block_hash, block, TIMEOUT_S, partial(_end, ended))
             host.loaded(block, None, arrived=await ended)
 
 

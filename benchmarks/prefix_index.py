@@ -1,6 +1,6 @@
 """A gateway's prefix index of 1, 10 and 100 million blocks on 64 workers: memory, lookups and changes.
 
-Each size in a process of its own. Blocks of 16 tokens have a name for every eighth. CPU time, because nothing waits.
+Each size in a process of its own. Blocks of 16 tokens have a prefix hash for every eighth. CPU time: nothing waits.
 """
 
 import gc
@@ -15,8 +15,8 @@ from resource import getpagesize
 from benchmarks.figures import BenchmarkPart, Figure, Progress, spread
 from cluster.offline.process_pool import ProcessPool
 from cluster.policy.routing.prefix_index import GRAIN, PrefixIndex
-from workers.engine.cache_log import MAX_NAMES
-from workers.kv_events import KVEvents, NameChanges
+from workers.engine.cache_log import MAX_HASHES
+from workers.kv_events import HashChanges, KVEvents
 
 ROUNDS = 3
 BLOCK_SIZE = 16
@@ -49,28 +49,30 @@ def measured(num_blocks: int) -> Measured:
     longest = max(PROMPTS) // GRAIN
     some: list[tuple[int, ...]] = []  # of one worker
     for number in range(NUM_WORKERS):
-        for left in range(each, 0, -MAX_NAMES):
-            names = tuple(draw.getrandbits(60) for _ in range(min(left, MAX_NAMES)))
-            events = KVEvents(0, 1, 1, GRAIN, disk=NameChanges(names))
+        for left in range(each, 0, -MAX_HASHES):
+            hashes = tuple(draw.getrandbits(60) for _ in range(min(left, MAX_HASHES)))
+            events = KVEvents(0, 1, 1, GRAIN, disk=HashChanges(hashes))
             taking_s += _seconds(partial(index.take, f"w{number}", "1", events))
             if len(some) < COUNT // 20:
-                some.append(names[:longest])
+                some.append(hashes[:longest])
     million = 1_000_000 * BLOCK_SIZE / (each * NUM_WORKERS * GRAIN)
     found: Measured = {("memory of a million blocks", "MiB"): (_memory_bytes() - begin_bytes) * million}
     hot = [tuple(draw.getrandbits(60) for _ in range(longest)) for _ in range(HOT)]
     for number in range(NUM_WORKERS):
-        for names in hot:
-            index.take(f"w{number}", "1", KVEvents(1, 2, 2, GRAIN, device=NameChanges(names)))
+        for hashes in hot:
+            index.take(f"w{number}", "1", KVEvents(1, 2, 2, GRAIN, device=HashChanges(hashes)))
     for num_tokens in PROMPTS:
         prompts = [draw.choice(hot if number % 2 else some)[: num_tokens // GRAIN] for number in range(COUNT)]
         seconds = sum(_seconds(partial(index.matches, prompt)) for prompt in prompts)
         found[f"lookups of {num_tokens:,} tokens", "1/s"] = COUNT / seconds
     found["take a million blocks", "s"] = taking_s * million
     gone = tuple(draw.getrandbits(60) for _ in range(COUNT))
-    index.take("w0", "1", KVEvents(2, 3, 3, GRAIN, disk=NameChanges(gone)))
-    changes = [KVEvents(3, 4, 4, GRAIN, disk=NameChanges((draw.getrandbits(60),), (name,))) for name in gone]
+    index.take("w0", "1", KVEvents(2, 3, 3, GRAIN, disk=HashChanges(gone)))
+    changes = [
+        KVEvents(3, 4, 4, GRAIN, disk=HashChanges((draw.getrandbits(60),), (prefix_hash,))) for prefix_hash in gone
+    ]
     change_s = sum(_seconds(partial(index.take, "w0", "1", change)) for change in changes) / COUNT
-    return found | {("change of a name", "us"): change_s}
+    return found | {("change of a hash", "us"): change_s}
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -12,13 +12,13 @@ from msgspec import structs
 
 from benchmarks.figures import BenchmarkPart, Figure, Progress, spread
 from cluster.policy.policy import open_policy
-from cluster.policy.routing.prefix_index import GRAIN, chain
+from cluster.policy.routing.prefix_index import GRAIN, prefix_hashes
 from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.config import EngineConfig
 from workers.costs import LinearCost
-from workers.kv_events import KVEvents, NameChanges
+from workers.kv_events import HashChanges, KVEvents
 from workers.request import SLO, Request, SamplingParams
 
 ROUNDS = 5
@@ -27,7 +27,7 @@ DECISIONS = 200  # in a round
 ROUTERS = ("least-loaded", "slo")
 FRESH = {"no statistics are new": 0.0, "one worker in ten has new ones": 0.1}
 BLOCKS, BLOCK_SIZE = 4000, 16
-NAMES = 1000  # in each worker's cache
+HASHES = 1000  # in each worker's cache
 DOCUMENTS = 40  # prompts begin with one of these
 BUSY = 200  # requests under way
 COST = LinearCost(0.012, 0.0002, 1e-8, 0.0001, 1e-7, 0.001, 1e-9, 0.0)
@@ -47,10 +47,10 @@ class _Town:
         self._documents = [self._tokens(draw.choice((100, 700, 1500, 4000))) for _ in range(DOCUMENTS)]
         self._workers = [self._changed(self._worker(number)) for number in range(num_workers)]
         for worker in self._workers:
-            names = [draw.getrandbits(60) for _ in range(NAMES)]
+            hashes = [draw.getrandbits(60) for _ in range(HASHES)]
             for document in draw.sample(self._documents, 8):
-                names += chain(document, GRAIN)
-            events = KVEvents(0, 1, 1, GRAIN, whole=True, device=NameChanges(tuple(names)))
+                hashes += prefix_hashes(document, GRAIN)
+            events = KVEvents(0, 1, 1, GRAIN, whole=True, device=HashChanges(tuple(hashes)))
             self._policy.index.take(worker.name, worker.incarnation, events)
         self._now_s = 1000.0
         self._number = 0

@@ -164,7 +164,7 @@ class Dispatcher:
             role_changes=self.discovery.role_changes(),
             queued=len(self._admission_queue.queue),
             fallbacks=self._runner.fallbacks,
-            dropped_names=self._policy.index.dropped,
+            dropped_hashes=self._policy.index.dropped,
             totals=self._metrics.snapshot(),
         )
 

@@ -85,7 +85,7 @@ class GatewayAttainment(SLOAttainment):
     moved_bytes: int = 0
     role_changes: tuple[tuple[str, str, int], ...] = ()  # (old role, new role, count) that this gateway has seen
     fallbacks: tuple[tuple[str, int], ...] = ()  # (role, requests served elsewhere because no worker of it was ready)
-    dropped_names: tuple[tuple[str, int], ...] = ()  # (tier, names for which the prefix index had no room)
+    dropped_hashes: tuple[tuple[str, int], ...] = ()  # (tier, hashes for which the prefix index had no room)
     totals: RequestTotals = field(default_factory=RequestTotals)
 
 

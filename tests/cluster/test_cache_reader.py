@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cluster.dispatch.cache_reader import CacheReader
 from cluster.events import Accepted
 from cluster.offline.sim.clock import run as run_virtually
-from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
+from cluster.policy.routing.prefix_index import Match, PrefixIndex, prefix_hashes
 from cluster.runtime.interface import WorkerStub
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import Role
@@ -126,7 +126,7 @@ async def follow(received: list[tuple]) -> None:
     for _ in range(4):  # statistics come again and again; each of them may meet one trouble
         subject.hear()
         await asyncio.sleep(30.0)
-    device, host, disk, remote = (log.names(tier) for tier in Tier)
+    device, host, disk, remote = (log.hashes(tier) for tier in Tier)
     behind = host - device, disk - device - host, remote - device - host - disk
     assert subject.known() == {
         name: Match(128, *(128 * (name in tier) for tier in behind)) for name in device | host | disk | remote
@@ -177,7 +177,7 @@ async def index_of(subject: Cluster, expected: dict[str, int], wanted: tuple[int
     policy = subject.dispatcher._policy
     async with asyncio.timeout(30.0):
         while True:
-            found = policy.index.matches(chain(wanted), float("inf"))
+            found = policy.index.matches(prefix_hashes(wanted), float("inf"))
             if {name: match.tokens for name, match in found.items()} == expected:
                 return
             await asyncio.sleep(0.01)
@@ -218,4 +218,4 @@ async def test_routers_without_an_index_read_no_cache_events() -> None:
         wanted = request("first", 300, max_tokens=2)
         await subject.run(wanted)
         await asyncio.sleep(0.1)
-        assert subject.dispatcher._policy.index.matches(chain(wanted.prompt)) == {}
+        assert subject.dispatcher._policy.index.matches(prefix_hashes(wanted.prompt)) == {}

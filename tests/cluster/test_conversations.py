@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from cluster.observe.ledger import now_ns
-from cluster.policy.routing.prefix_index import chain
+from cluster.policy.routing.prefix_index import prefix_hashes
 from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import ClusterSpec
 from kvtransfer.ticket import TransferTicket
@@ -19,7 +19,7 @@ from tests.engine.waiting import wait_for_fetches
 from tests.model.tiny import write_tiny_llama
 from workers.config import ByteSize, CacheConfig
 from workers.costs import LinearCost
-from workers.engine.blocks import prefix_hashes
+from workers.engine.blocks import block_hashes
 from workers.engine.step import StepPlan, StepResult
 from workers.request import Request, SamplingParams
 from workers.worker import Worker
@@ -77,9 +77,9 @@ async def two_turns(
     """The tokens of both turns, and how many of them the second one found. `then` is called between the turns."""
     events = await subject.run(turn("first", PROMPT, answer))
     history = (*PROMPT, *tokens_of(events))
-    names, index = chain(history), subject.dispatcher._policy.index
+    hashes, index = prefix_hashes(history), subject.dispatcher._policy.index
     async with asyncio.timeout(10.0):
-        while all(each.tokens < 128 * len(names) for each in index.matches(names).values()):
+        while all(each.tokens < 128 * len(hashes) for each in index.matches(hashes).values()):
             await asyncio.sleep(0.01)
     await then()
     again = await subject.run(turn("second", (*history, *QUESTION), 20))
@@ -147,7 +147,7 @@ async def test_a_turn_finds_the_last_answer_in_the_host_memory_of_its_decode_wor
         async def between() -> None:
             await leaves_the_device(subject)
             await keep_away_from(subject, "prefill-0")
-            moved.append(owner.pool.num_known(prefix_hashes(PROMPT, BLOCK)))
+            moved.append(owner.pool.num_known(block_hashes(PROMPT, BLOCK)))
 
         tokens, cached_tokens = await two_turns(subject, between)
         assert tokens == colocated and moved == [0]
@@ -226,7 +226,7 @@ async def test_a_turn_is_computed_if_the_decode_worker_cannot_lend_it(
             if is_on_host:
                 await leaves_the_device(subject)
             owner = subject.workers[first]
-            assert bool(owner.engine.pool.num_known(prefix_hashes(PROMPT, BLOCK))) is not is_on_host
+            assert bool(owner.engine.pool.num_known(block_hashes(PROMPT, BLOCK))) is not is_on_host
             breaks(owner)
 
         policy.choose = chosen

@@ -1,4 +1,4 @@
-"""The cache log: any reader, however far behind, ends with the names that are cached."""
+"""The cache log: any reader, however far behind, ends with the hashes that are cached."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,28 +12,28 @@ from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.engine import Engine
 from workers.engine.sequence import Lease
 from workers.engine.step import StepPlan, StepResult
-from workers.kv_events import GRAIN, KVEvents, NameChanges, chain, name_of_block
+from workers.kv_events import GRAIN, HashChanges, KVEvents, prefix_hash_of_block, prefix_hashes
 from workers.request import Request, SamplingParams
 
 TIERS = st.sampled_from(list(Tier))
-NAMES = st.integers(1, 12)
+HASHES = st.integers(1, 12)
 
 
 class Reader:
-    """A reader's copy of the cache's names."""
+    """A reader's copy of the cache's hashes."""
 
     def __init__(self) -> None:
         self.last = self.reach = 0
-        self.names: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        self.hashes: dict[Tier, set[int]] = {tier: set() for tier in Tier}
 
     def take(self, news: KVEvents) -> None:
         assert news.whole or news.first == self.last
         for tier in Tier:
-            changes: NameChanges = getattr(news, tier.value)
+            changes: HashChanges = getattr(news, tier.value)
             if news.whole:
-                self.names[tier].clear()
-            self.names[tier] -= set(changes.removed)
-            self.names[tier] |= set(changes.added)
+                self.hashes[tier].clear()
+            self.hashes[tier] -= set(changes.removed)
+            self.hashes[tier] |= set(changes.added)
         self.last, self.reach = news.last, news.reach
 
     def catch_up(self, log: CacheLog, most: int) -> int:
@@ -54,17 +54,17 @@ class LogMachine(RuleBasedStateMachine):
         self.truth: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         self.readers = [Reader(), Reader()]
 
-    @rule(tier=TIERS, names=st.lists(NAMES, max_size=5))
-    def add(self, tier: Tier, names: list[int]) -> None:
-        for name in names:
-            self.log.add(tier, name)
-            self.truth[tier].add(name)
+    @rule(tier=TIERS, hashes=st.lists(HASHES, max_size=5))
+    def add(self, tier: Tier, hashes: list[int]) -> None:
+        for prefix_hash in hashes:
+            self.log.add(tier, prefix_hash)
+            self.truth[tier].add(prefix_hash)
 
-    @rule(tier=TIERS, names=st.lists(NAMES, max_size=5))
-    def remove(self, tier: Tier, names: list[int]) -> None:
-        for name in names:
-            self.log.remove(tier, name)
-            self.truth[tier].discard(name)
+    @rule(tier=TIERS, hashes=st.lists(HASHES, max_size=5))
+    def remove(self, tier: Tier, hashes: list[int]) -> None:
+        for prefix_hash in hashes:
+            self.log.remove(tier, prefix_hash)
+            self.truth[tier].discard(prefix_hash)
 
     @rule(which=st.integers(0, 1), most=st.integers(1, 5))
     def read_some(self, which: int, most: int) -> None:
@@ -74,7 +74,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule(most=st.integers(1, 5))
     def catch_up(self, most: int) -> None:
         self.readers[0].catch_up(self.log, most)
-        assert self.readers[0].names == self.truth and self.readers[0].last == self.log.number
+        assert self.readers[0].hashes == self.truth and self.readers[0].last == self.log.number
 
     @rule(which=st.integers(0, 1))
     def begin_anew(self, which: int) -> None:
@@ -84,13 +84,13 @@ class LogMachine(RuleBasedStateMachine):
     def who_knows_all_knows_the_truth(self) -> None:
         for reader in self.readers:
             if reader.last == reader.reach == self.log.number:
-                assert reader.names == self.truth
-        assert all(self.log.names(tier) == names for tier, names in self.truth.items())
+                assert reader.hashes == self.truth
+        assert all(self.log.hashes(tier) == hashes for tier, hashes in self.truth.items())
 
     def teardown(self) -> None:
         for reader in self.readers:
             reader.catch_up(self.log, 3)
-            assert reader.names == self.truth
+            assert reader.hashes == self.truth
 
 
 LogMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
@@ -99,33 +99,33 @@ TestLogMachine = LogMachine.TestCase
 
 def test_a_reply_is_bounded_and_the_next_one_continues() -> None:
     log, reader = CacheLog(16), Reader()
-    for name in range(10_000):
-        log.add(Tier.DEVICE, name)
+    for prefix_hash in range(10_000):
+        log.add(Tier.DEVICE, prefix_hash)
     assert len(log.since(0, 0).device.added) == 4096
-    assert reader.catch_up(log, 4096) == 3 and len(reader.names[Tier.DEVICE]) == 10_000
+    assert reader.catch_up(log, 4096) == 3 and len(reader.hashes[Tier.DEVICE]) == 10_000
 
 
 def test_endless_changes_take_bounded_memory_and_old_names_stay() -> None:
     log, reader = CacheLog(16, max_removed=100), Reader()
-    for name in range(50):
-        log.add(Tier.DISK, name)
-    for name in range(50, 20_000):
-        log.add(Tier.HOST, name)
-        log.remove(Tier.HOST, name - 10)
+    for prefix_hash in range(50):
+        log.add(Tier.DISK, prefix_hash)
+    for prefix_hash in range(50, 20_000):
+        log.add(Tier.HOST, prefix_hash)
+        log.remove(Tier.HOST, prefix_hash - 10)
         assert len(log._added) <= 2 * (2 * 60 + 100)
-        if name % 7 == 0:
+        if prefix_hash % 7 == 0:
             reader.take(log.since(reader.last, reader.reach, 5))
     reader.catch_up(log, 5)
-    assert reader.names[Tier.DISK] == set(range(50)) and reader.names[Tier.HOST] == set(range(19_990, 20_000))
+    assert reader.hashes[Tier.DISK] == set(range(50)) and reader.hashes[Tier.HOST] == set(range(19_990, 20_000))
 
 
 def test_a_reader_that_is_too_far_behind_gets_everything() -> None:
     log, reader = CacheLog(16, max_removed=10), Reader()
-    for name in range(20):
-        log.add(Tier.DEVICE, name)
+    for prefix_hash in range(20):
+        log.add(Tier.DEVICE, prefix_hash)
     reader.catch_up(log, 100)
-    for name in range(10):
-        log.remove(Tier.DEVICE, name)
+    for prefix_hash in range(10):
+        log.remove(Tier.DEVICE, prefix_hash)
     assert not log.since(reader.last, reader.reach).whole
     log.remove(Tier.DEVICE, 10)
     assert log.since(reader.last, reader.reach).whole
@@ -140,25 +140,27 @@ def test_a_name_that_is_removed_and_added_again_is_present() -> None:
     log.add(Tier.DEVICE, 1)
     log.remove(Tier.HOST, 1)  # it never was there
     reader.catch_up(log, 9)
-    assert reader.names == {tier: {1} if tier is Tier.DEVICE else set() for tier in Tier} and log.number == 3
+    assert reader.hashes == {tier: {1} if tier is Tier.DEVICE else set() for tier in Tier} and log.number == 3
 
 
 @given(st.sampled_from([16, 48, 64, 128, 256, 512]), st.integers(0, 2000))
 def test_a_block_has_the_name_of_the_tokens_that_end_with_it(block_size: int, length: int) -> None:
     tokens = range(length)
-    names = chain(tokens)
+    hashes = prefix_hashes(tokens)
     grain = CacheLog(block_size).grain
-    found = [name_of_block(names, index, block_size) for index in range(length // block_size)]
-    ends = {(index + 1) * block_size: name for index, name in enumerate(found) if name is not None}
-    assert ends == {end: chain(tokens[:end])[-1] for end in range(grain, length // block_size * block_size + 1, grain)}
+    found = [prefix_hash_of_block(hashes, index, block_size) for index in range(length // block_size)]
+    ends = {(index + 1) * block_size: prefix_hash for index, prefix_hash in enumerate(found) if prefix_hash is not None}
+    assert ends == {
+        end: prefix_hashes(tokens[:end])[-1] for end in range(grain, length // block_size * block_size + 1, grain)
+    }
 
 
 def computed(pool: BlockPool, tokens: range) -> list[int]:
-    """Blocks of this prompt, named as an engine names them."""
+    """Blocks of this prompt, cached as an engine caches them."""
     blocks = pool.allocate(len(tokens) // pool.block_size)
     for index, block in enumerate(blocks):
         content = b"%d" % hash(tuple(tokens[: (index + 1) * pool.block_size]))
-        pool.name(block, content, name_of_block(chain(tokens), index, pool.block_size))
+        pool.cache_block(block, content, prefix_hash_of_block(prefix_hashes(tokens), index, pool.block_size))
     return blocks
 
 
@@ -167,14 +169,14 @@ def test_evicted_cleared_and_forgotten_blocks_are_logged_as_removed() -> None:
     first, second = range(256), range(1000, 1256)
     pool.free(computed(pool, first))
     held = computed(pool, second)
-    assert pool.log.names(Tier.DEVICE) == {*chain(first), *chain(second)}
+    assert pool.log.hashes(Tier.DEVICE) == {*prefix_hashes(first), *prefix_hashes(second)}
     taken = pool.allocate(1)  # the tail of the first one
     pool.check([held, taken])
-    assert pool.log.names(Tier.DEVICE) == {chain(first)[0], *chain(second)}
+    assert pool.log.hashes(Tier.DEVICE) == {prefix_hashes(first)[0], *prefix_hashes(second)}
     pool.clear_cache()
-    assert pool.log.names(Tier.DEVICE) == set(chain(second)), "what is held can be found"
-    pool.forget([name for name in (pool._names[held[1]],) if name is not None])
-    assert pool.log.names(Tier.DEVICE) == {chain(second)[1]}
+    assert pool.log.hashes(Tier.DEVICE) == set(prefix_hashes(second)), "what is held can be found"
+    pool.forget([prefix_hash for prefix_hash in (pool._block_hashes[held[1]],) if prefix_hash is not None])
+    assert pool.log.hashes(Tier.DEVICE) == {prefix_hashes(second)[1]}
 
 
 def engine(block_size: int, num_blocks: int) -> Engine:
@@ -216,8 +218,10 @@ def test_an_engine_finds_the_prefixes_in_its_log(block_size: int, asked: list[tu
         reader.catch_up(subject.pool.log, 3)
         assert subject.stats().cache_number == reader.last
         emitted = 0
-        for name in chain(prompt[:-1])[max(GRAIN, block_size) // GRAIN - 1 :: max(GRAIN, block_size) // GRAIN]:
-            if name not in reader.names[Tier.DEVICE]:
+        for prefix_hash in prefix_hashes(prompt[:-1])[
+            max(GRAIN, block_size) // GRAIN - 1 :: max(GRAIN, block_size) // GRAIN
+        ]:
+            if prefix_hash not in reader.hashes[Tier.DEVICE]:
                 break
             emitted += max(GRAIN, block_size)
         cached = run(subject, Request(f"r{number}", prompt, sampling), hold=hold)
@@ -239,8 +243,8 @@ class KVEventsOfTwoTiers(Struct, frozen=True):
     reach: int
     grain: int
     whole: bool = False
-    device: NameChanges = NameChanges()
-    host: NameChanges = NameChanges()
+    device: HashChanges = HashChanges()
+    host: HashChanges = HashChanges()
 
 
 def test_versions_with_and_without_further_tiers_read_each_others_events() -> None:
@@ -251,4 +255,4 @@ def test_versions_with_and_without_further_tiers_read_each_others_events() -> No
     old = msgpack.decode(msgpack.encode(news), type=KVEventsOfTwoTiers)
     assert (old.last, old.device.added, old.host.added) == (4, (5,), (5,))
     new = msgpack.decode(msgpack.encode(old), type=KVEvents)
-    assert (new.host, new.disk, new.remote) == (news.host, NameChanges(), NameChanges())
+    assert (new.host, new.disk, new.remote) == (news.host, HashChanges(), HashChanges())

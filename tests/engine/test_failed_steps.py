@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
 from workers.costs import LinearCost
-from workers.engine.blocks import prefix_hashes
+from workers.engine.blocks import block_hashes
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.engine_loop import MAX_FAILURES, EngineLoop
 from workers.engine.reservation_queue import ReservationQueue
@@ -202,9 +202,9 @@ async def test_a_prompt_that_waits_for_room_is_hashed_once(monkeypatch) -> None:
 
     def counted(tokens, *args, **named):
         hashed.append(len(tokens))
-        return prefix_hashes(tokens, *args, **named)
+        return block_hashes(tokens, *args, **named)
 
-    monkeypatch.setattr("workers.engine.reservations.prefix_hashes", counted)
+    monkeypatch.setattr("workers.engine.reservations.block_hashes", counted)
     subject = engine()
     reservations = ReservationQueue(subject, lambda request: None)
     taken = subject.pool.allocate(subject.pool.num_free - 2)

@@ -160,14 +160,14 @@ def test_the_host_forgets_the_oldest_but_nothing_that_the_step_reads() -> None:
     host.check()
     host.clear()
     host.check()
-    assert host._log.names(Tier.HOST) == frozenset()
+    assert host._log.hashes(Tier.HOST) == frozenset()
 
 
 def test_blocks_in_use_survive_a_scan_of_ten_times_the_host_cache() -> None:
     host = HostCache(5120, CacheLog(128))
     hot = [b"hot %d" % number for number in range(1024)]
-    for name in hot:
-        host.save(name, None, ())
+    for block_hash in hot:
+        host.save(block_hash, None, ())
     assert len(host.match(hot)) == 1024
     for number in range(10 * 5120):
         host.save(b"scan %d" % number, None, ())
@@ -177,14 +177,14 @@ def test_blocks_in_use_survive_a_scan_of_ten_times_the_host_cache() -> None:
 
 def test_hits_are_forgotten_when_others_are_hit_later() -> None:
     host = HostCache(10, CacheLog(128))
-    names = [b"%d" % number for number in range(10)]
-    for name in names:
-        host.save(name, None, ())
-    for name in (*names[6:], *names[:2]):
-        host.match([name])
+    hashes = [b"%d" % number for number in range(10)]
+    for block_hash in hashes:
+        host.save(block_hash, None, ())
+    for block_hash in (*hashes[6:], *hashes[:2]):
+        host.match([block_hash])
     for number in range(8):
         host.save(b"new %d" % number, None, ())
-    assert [name in host for name in names] == [True, True] + 8 * [False], "two of ten are protected"
+    assert [block_hash in host for block_hash in hashes] == [True, True] + 8 * [False], "two of ten are protected"
     host.check()
 
 

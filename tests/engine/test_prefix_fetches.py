@@ -22,7 +22,7 @@ from tests.engine.driving import (
     tokens_of,
 )
 from workers.costs import LinearCost
-from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
+from workers.engine.blocks import BlockPool, OutOfBlocks, block_hashes
 from workers.engine.engine import Engine
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import StepCopies
@@ -45,15 +45,15 @@ class Side:
 
     def computed(self, tokens: range, *, key_digests: int = 99) -> None:
         """A prompt was computed here, held for a reader, and released."""
-        names = prefix_hashes(tokens, BLOCK)
-        shared = self.pool.match(names)
+        hashes = block_hashes(tokens, BLOCK)
+        shared = self.pool.match(hashes)
         try:
-            blocks = shared + self.pool.allocate(len(names) - len(shared))
+            blocks = shared + self.pool.allocate(len(hashes) - len(shared))
         except OutOfBlocks:
             self.pool.free(shared)
             raise
-        for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
-            self.pool.name(block, name)
+        for index, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True)):
+            self.pool.cache_block(block, block_hash)
             if index < key_digests:
                 self.pool.digests[block] = CELLS
         self.pool.free(blocks)
@@ -62,7 +62,7 @@ class Side:
         return self.leases.offered(step, most, StepCopies())
 
     def cached(self, tokens: range) -> int:
-        found = self.pool.match(prefix_hashes(tokens, BLOCK))
+        found = self.pool.match(block_hashes(tokens, BLOCK))
         self.pool.free(found)
         return len(found)
 

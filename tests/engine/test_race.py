@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.driving import engine, request, result
 from tests.examples import examples
 from workers.costs import LinearCost
-from workers.engine.blocks import prefix_hashes
+from workers.engine.blocks import block_hashes
 from workers.engine.cache_log import Tier
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
@@ -69,25 +69,25 @@ class TimedStore:
     tier = Tier.DISK
     shared_as = ""
 
-    def __init__(self, names: Iterable[bytes], speed: Speed, believed: float = 1.0) -> None:
+    def __init__(self, hashes: Iterable[bytes], speed: Speed, believed: float = 1.0) -> None:
         self.read_byte_s = believed * speed.block_s / BLOCK_BYTES
         self.now_s = 0.0
         self.num_reads = 0
         self.speed = speed
-        self._names = set(names)
+        self._hashes = set(hashes)
         self._reads: deque[tuple[float, float, Callable[[bool, float], None]]] = deque()
         self._free_s = 0.0
 
     def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
         return {}
 
-    def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
-        found(next((place for place, name in enumerate(names) if name not in self._names), len(names)))
+    def find(self, hashes: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+        found(next((place for place, block_hash in enumerate(hashes) if block_hash not in self._hashes), len(hashes)))
 
-    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+    def write(self, block_hash: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
         raise AssertionError("nothing is evicted")
 
-    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+    def read(self, block_hash: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         self.num_reads += 1
         self._free_s = self.speed.read_s(max(self._free_s, self.now_s), 1)
         self._reads.append((self._free_s, self.now_s, done))
@@ -103,7 +103,7 @@ class TimedStore:
             done(True, self.now_s - begun_s)
         self.now_s = until_s
 
-    def forget(self, names: Iterable[bytes]) -> None:
+    def forget(self, hashes: Iterable[bytes]) -> None:
         pass
 
     def stats(self) -> TierStats:
@@ -155,8 +155,8 @@ class Race:
 
         `before`: and if those of another prompt, as long, took so many times as long just before.
         """
-        names = [prefix_hashes(each[: self.cached], SIZE) for each in (self.prompt, self.other)]
-        store = TimedStore((*names[0], *names[1]), self.speed, believed)
+        hashes = [block_hashes(each[: self.cached], SIZE) for each in (self.prompt, self.other)]
+        store = TimedStore((*hashes[0], *hashes[1]), self.speed, believed)
         subject = engine(
             block_size=SIZE,
             kv_blocks=2000,

@@ -24,7 +24,7 @@ from tests.engine.test_host_cache import HostMachine
 from tests.examples import examples
 from workers.config import BATCHING
 from workers.costs import CostModel, LinearCost
-from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.engine.blocks import BlockPool, block_hashes
 from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.engine import Engine
 from workers.engine.host_cache import HostCache
@@ -57,23 +57,23 @@ class RecordedDisk(Device):
         self.added, self.gone = added, gone
         return dict(self.prefixes)
 
-    def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
-        found(next((place for place, name in enumerate(names) if name not in self.stored), len(names)))
+    def find(self, hashes: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+        found(next((place for place, block_hash in enumerate(hashes) if block_hash not in self.stored), len(hashes)))
 
-    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+    def write(self, block_hash: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
         content = self._content(block)
 
         def end(good: bool) -> None:
             assert self._content(block) == content, "the block changed before it was written"
             if good:
-                self.stored[name] = content
+                self.stored[block_hash] = content
                 if prefix is not None:
-                    self.prefixes[name] = prefix
-            done(name in self.stored)
+                    self.prefixes[block_hash] = prefix
+            done(block_hash in self.stored)
 
         self.pending.append(end)
 
-    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+    def read(self, block_hash: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         self.waits_s.append(timeout_s)
         self.num_reading += 1
         seconds = self.num_reading * self.read_s
@@ -81,19 +81,19 @@ class RecordedDisk(Device):
 
         def end(good: bool) -> None:
             assert self._content(block) == [GARBAGE] * self._size, "the block was used while it was read"
-            arrived = good and name in self.stored
+            arrived = good and block_hash in self.stored
             if arrived:
-                self._put(block, self.stored[name])
+                self._put(block, self.stored[block_hash])
             self.num_reading -= 1
             done(arrived, seconds)
 
         self.pending.append(end)
 
-    def forget(self, names: Iterable[bytes]) -> None:
-        for name in names:
-            if self.stored.pop(name, None) is not None:
-                self.prefixes.pop(name, None)
-                self.gone(name)
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        for block_hash in hashes:
+            if self.stored.pop(block_hash, None) is not None:
+                self.prefixes.pop(block_hash, None)
+                self.gone(block_hash)
 
     def stats(self) -> TierStats:
         return TierStats("disk", len(self.stored))
@@ -399,18 +399,20 @@ def test_the_log_has_what_can_be_read_from_the_disk_and_nothing_else() -> None:
     disk.stored, disk.prefixes = {b"old": [1]}, {b"old": 5}
     pool = BlockPool(4, 4, block_bytes=1000, host_blocks=3)
     tier = StoreTier(disk, pool)
-    blocks = [pool.host.save(name, prefix, ()) for name, prefix in ((b"a", 6), (b"b", None), (b"c", 7))]
-    tier.save([(name, block) for name, block in zip((b"a", b"b", b"c"), blocks, strict=True) if block is not None])
-    assert pool.log.names(Tier.DISK) == {5}, "what is still being written is not there"
+    blocks = [pool.host.save(block_hash, prefix, ()) for block_hash, prefix in ((b"a", 6), (b"b", None), (b"c", 7))]
+    tier.save(
+        [(block_hash, block) for block_hash, block in zip((b"a", b"b", b"c"), blocks, strict=True) if block is not None]
+    )
+    assert pool.log.hashes(Tier.DISK) == {5}, "what is still being written is not there"
     disk.run()
     disk.run()
     disk.run(good=False)
-    assert pool.log.names(Tier.DISK) == {5, 6} and disk.prefixes == {b"old": 5, b"a": 6}
+    assert pool.log.hashes(Tier.DISK) == {5, 6} and disk.prefixes == {b"old": 5, b"a": 6}
     pool.host.clear()
-    assert pool.log.names(Tier.DISK) == {5, 6}
+    assert pool.log.hashes(Tier.DISK) == {5, 6}
     pool.forget_in_stores = tier.forget
     pool.forget([b"old", b"a", b"b"])
-    assert not pool.log.names(Tier.DISK)
+    assert not pool.log.hashes(Tier.DISK)
 
 
 class DiskMachine(HostMachine):
@@ -446,9 +448,9 @@ class DiskMachine(HostMachine):
         self.engine.leases._digest = digest
         for first in (1, 2, *range(20, 120, 20), 200, 300, 400):  # what an earlier process has left there
             tokens = range(first, first + (27 if first >= 200 else 14))
-            for place, name in enumerate(prefix_hashes(tokens, 4)):
+            for place, block_hash in enumerate(block_hashes(tokens, 4)):
                 for disk in (self.device, self.far):
-                    disk.stored[name] = list(tokens[4 * place : 4 * place + 4])
+                    disk.stored[block_hash] = list(tokens[4 * place : 4 * place + 4])
         self.engine._stores[0].speed = ReadSpeed(block_s)
         self.flow = Pipeline(self.engine, depth, self.device)
 

@@ -15,7 +15,7 @@ FILE = SLAB_FILES[0]
 WAIT_S = 30.0  # for what takes milliseconds
 
 
-def name_of(number: int) -> bytes:
+def hash_of(number: int) -> bytes:
     return number.to_bytes(16, "little")
 
 
@@ -75,12 +75,12 @@ class Opened:
         self.store.watch(self.found.__setitem__, self.gone.append)
 
     async def put(self, *numbers: int) -> list[bool]:
-        return [await self.store.write(name_of(number), memoryview(block_of(number))) for number in numbers]
+        return [await self.store.write(hash_of(number), memoryview(block_of(number))) for number in numbers]
 
     async def get(self, number: int, timeout_s: float = WAIT_S) -> bytes | None:
         """The block, or None for a miss. A miss must leave the target as it was."""
         target = bytearray(BLOCK_BYTES)
-        if await self.store.read(name_of(number), memoryview(target), timeout_s):
+        if await self.store.read(hash_of(number), memoryview(target), timeout_s):
             return bytes(target)
         assert target == bytes(BLOCK_BYTES)
         return None

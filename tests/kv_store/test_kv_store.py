@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kv_store.slabs import BLOCK_BYTES, FILE, WAIT_S, Hang, Opened, block_of, name_of
+from tests.kv_store.slabs import BLOCK_BYTES, FILE, WAIT_S, Hang, Opened, block_of, hash_of
 from workers.kv_store import kv_store
 from workers.kv_store.health import MAX_FAILURES
 from workers.kv_store.io_threads import MAX_WRITES, READ_THREADS, WRITE_THREADS
@@ -45,15 +45,15 @@ async def test_what_is_written_is_read(opened: Opened) -> None:
     assert await opened.put(1, 2, 3) == [True] * 3
     assert await opened.put(2) == [False], "stored already"
     assert [await opened.get(number) for number in (1, 2, 3, 4)] == [block_of(1), block_of(2), block_of(3), None]
-    names = [name_of(number) for number in (1, 2, 4, 3)]
-    assert opened.store.match(names) == 2
+    hashes = [hash_of(number) for number in (1, 2, 4, 3)]
+    assert opened.store.match(hashes) == 2
     stats = opened.store.stats()
     assert (stats.writes, stats.reads, stats.writes_dropped, stats.num_stored) == (3, 3, 0, 3)
 
 
 async def test_a_full_store_gives_up_the_least_recently_used_and_says_so_before_it_writes(opened: Opened) -> None:
     await opened.put(1, 2, 3, 4)
-    opened.store.match([name_of(1)])
+    opened.store.match([hash_of(1)])
     told: list[list[bytes]] = []
 
     def write(buffer: memoryview, offset: int) -> int:
@@ -62,15 +62,15 @@ async def test_a_full_store_gives_up_the_least_recently_used_and_says_so_before_
 
     opened.slab.on_write = write
     assert await opened.put(5, 6) == [True, True]
-    assert told == [[name_of(2)], [name_of(2), name_of(3)]]
+    assert told == [[hash_of(2)], [hash_of(2), hash_of(3)]]
     assert [await opened.get(number) is not None for number in range(1, 7)] == [True, False, False, True, True, True]
 
 
 async def test_a_block_is_not_found_before_it_is_written(opened: Opened) -> None:
     opened.slab.on_write = hang = Hang(opened.slab.really_write)
-    writing = opened.store.write(name_of(1), memoryview(block_of(1)))
+    writing = opened.store.write(hash_of(1), memoryview(block_of(1)))
     await until(hang.begun.is_set)
-    assert opened.store.match([name_of(1)]) == 0 and await opened.get(1) is None
+    assert opened.store.match([hash_of(1)]) == 0 and await opened.get(1) is None
     hang.release()
     assert await writing and await opened.get(1) == block_of(1)
 
@@ -81,7 +81,7 @@ async def test_a_slot_that_is_being_read_is_not_reused(opened: Opened) -> None:
     reading = asyncio.ensure_future(opened.get(1))
     await until(hang.begun.is_set)
     assert await opened.put(5, 6, 7, 8, 9) == [True] * 5
-    assert name_of(1) in opened.store.names and name_of(1) not in opened.gone
+    assert hash_of(1) in opened.store.block_hashes and hash_of(1) not in opened.gone
     hang.release()
     assert await reading == block_of(1)
 
@@ -101,8 +101,8 @@ async def test_a_forgotten_block_is_gone_and_its_reader_still_gets_it_whole(open
     opened.slab.on_read = hang = Hang(opened.slab.really_read)
     reading = asyncio.ensure_future(opened.get(1))
     await until(hang.begun.is_set)
-    opened.store.forget([name_of(1), name_of(9)])
-    assert opened.gone == [name_of(1)] and opened.store.match([name_of(1)]) == 0
+    opened.store.forget([hash_of(1), hash_of(9)])
+    assert opened.gone == [hash_of(1)] and opened.store.match([hash_of(1)]) == 0
     hang.release()
     assert await reading in (block_of(1), None), "None: it was erased before it was read"
     await until(lambda: bool(opened.store._index._free))  # erased, which may come after the read
@@ -111,9 +111,9 @@ async def test_a_forgotten_block_is_gone_and_its_reader_still_gets_it_whole(open
 
 async def test_a_block_that_is_forgotten_while_it_is_written_does_not_appear(opened: Opened) -> None:
     opened.slab.on_write = hang = Hang(opened.slab.really_write)
-    writing = opened.store.write(name_of(1), memoryview(block_of(1)))
+    writing = opened.store.write(hash_of(1), memoryview(block_of(1)))
     await until(hang.begun.is_set)
-    opened.store.forget([name_of(1)])
+    opened.store.forget([hash_of(1)])
     hang.release()
     assert not await writing and await opened.get(1) is None
     assert await opened.put(1) == [True] and await opened.get(1) == block_of(1)
@@ -157,7 +157,7 @@ async def test_a_read_that_fails_is_a_miss_and_so_is_the_block_afterwards(opened
     assert await opened.get(1) is None
     opened.slab.on_read = None
     assert [await opened.get(number) for number in (1, 2)] == [None, block_of(2)]
-    assert opened.gone == [name_of(1)] and opened.store.stats().read_failures == 1
+    assert opened.gone == [hash_of(1)] and opened.store.stats().read_failures == 1
 
 
 async def test_a_device_whose_reads_fail_is_no_longer_read(opened: Opened) -> None:
@@ -165,7 +165,7 @@ async def test_a_device_whose_reads_fail_is_no_longer_read(opened: Opened) -> No
     opened.slab.on_read = fails(errno.EIO)
     assert [await opened.get(number) for number in range(1, 1 + MAX_FAILURES)] == [None] * MAX_FAILURES
     opened.slab.on_read = None
-    assert await opened.get(4) is None and opened.store.match([name_of(4)]) == 0
+    assert await opened.get(4) is None and opened.store.match([hash_of(4)]) == 0
     assert "Input/output error" in opened.store.stats().stopped_reads
 
 
@@ -174,8 +174,8 @@ async def test_what_is_stored_is_gone_when_reads_stop(opened: Opened) -> None:
     opened.slab.on_read = fails(errno.EIO)
     for number in (1, 2, 3):
         await opened.get(number)
-    assert set(opened.gone) == set(map(name_of, (1, 2, 3, 4))) and opened.store.stats().stopped_reads
-    assert not await opened.store.write(name_of(5), memoryview(block_of(5))), "nobody can read what is written now"
+    assert set(opened.gone) == set(map(hash_of, (1, 2, 3, 4))) and opened.store.stats().stopped_reads
+    assert not await opened.store.write(hash_of(5), memoryview(block_of(5))), "nobody can read what is written now"
 
 
 async def test_the_rate_of_reads_is_measured_on_slots_without_a_block(opened: Opened) -> None:
@@ -192,7 +192,7 @@ async def test_a_read_that_hangs_is_a_miss_at_its_deadline_and_leaves_the_target
     await opened.put(1, 2)
     opened.slab.on_read = hang = Hang(opened.slab.really_read)
     target = bytearray(BLOCK_BYTES)
-    assert not await opened.store.read(name_of(1), memoryview(target), LATE_S)
+    assert not await opened.store.read(hash_of(1), memoryview(target), LATE_S)
     hang.release()
     opened.slab.on_read = None
     assert await opened.get(2) == block_of(2)
@@ -233,7 +233,7 @@ async def test_a_cancelled_reader_gets_its_memory_back_at_once(opened: Opened) -
     await opened.put(1)
     opened.slab.on_read = hang = Hang(opened.slab.really_read)
     target = bytearray(BLOCK_BYTES)
-    reading = asyncio.ensure_future(opened.store.read(name_of(1), memoryview(target), WAIT_S))
+    reading = asyncio.ensure_future(opened.store.read(hash_of(1), memoryview(target), WAIT_S))
     await until(hang.begun.is_set)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -250,10 +250,10 @@ async def test_a_write_that_hangs_releases_its_memory_and_a_full_queue_drops(
     opened = Opened(tmp_path, 2 * MAX_WRITES)
     opened.slab.on_write = hang = Hang(opened.slab.really_write)
     blocks = [bytearray(block_of(number)) for number in range(WRITE_THREADS + MAX_WRITES + 1)]
-    writes = [opened.store.write(name_of(number), memoryview(blocks[number])) for number in range(WRITE_THREADS)]
+    writes = [opened.store.write(hash_of(number), memoryview(blocks[number])) for number in range(WRITE_THREADS)]
     await until(opened.store._writers._queue.empty)
     writes += [
-        opened.store.write(name_of(number), memoryview(blocks[number])) for number in range(WRITE_THREADS, len(blocks))
+        opened.store.write(hash_of(number), memoryview(blocks[number])) for number in range(WRITE_THREADS, len(blocks))
     ]
     assert writes[-1].done() and opened.store.stats().writes_dropped == 1, "the queue is full: not waited for"
     async with asyncio.timeout(WAIT_S / 2):
@@ -263,7 +263,7 @@ async def test_a_write_that_hangs_releases_its_memory_and_a_full_queue_drops(
     assert opened.store.stats().stopped_writes == "no answer in time"
     hang.release()
     await until(lambda: not opened.store._index._writing and not opened.store._index._pins)
-    assert not opened.store.names
+    assert not opened.store.block_hashes
     await opened.close()
 
 
@@ -279,18 +279,18 @@ def corrupt(folder: Path, offset: int) -> None:
 @pytest.mark.parametrize("place", [0, 20, 60, 70, PAGE_BYTES, PAGE_BYTES + BLOCK_BYTES - 1])
 async def test_a_flipped_bit_is_a_miss(opened: Opened, tmp_path: Path, place: int) -> None:
     await opened.put(1, 2)
-    slot = opened.store._index.slot_of(name_of(1))
+    slot = opened.store._index.slot_of(hash_of(1))
     assert slot is not None
     corrupt(tmp_path, opened.slab.offset(slot) + place)
     assert [await opened.get(1), await opened.get(2)] == [None, block_of(2)]
-    assert opened.store.stats().corrupt == 1 and opened.gone == [name_of(1)]
+    assert opened.store.stats().corrupt == 1 and opened.gone == [hash_of(1)]
     assert await opened.put(1) == [True] and await opened.get(1) == block_of(1), "computed and stored again"
 
 
 async def test_right_bytes_under_a_wrong_name_are_a_miss(opened: Opened) -> None:
     """A device that reads another place than it was told: an intact slot, of another block."""
     await opened.put(1, 2)
-    slots = [opened.store._index.slot_of(name_of(number)) for number in (1, 2)]
+    slots = [opened.store._index.slot_of(hash_of(number)) for number in (1, 2)]
     first, second = (opened.slab.offset(slot) for slot in slots if slot is not None)
     opened.slab.on_read = lambda buffer, offset: opened.slab.really_read(buffer, second if offset == first else offset)
     assert [await opened.get(1), await opened.get(2)] == [None, block_of(2)]

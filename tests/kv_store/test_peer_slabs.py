@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kv_store.slabs import BLOCK_BYTES, FINGERPRINT, WAIT_S, Hang, Opened, block_of, name_of
+from tests.kv_store.slabs import BLOCK_BYTES, FINGERPRINT, WAIT_S, Hang, Opened, block_of, hash_of
 from workers.kv_store import peer_slabs
 from workers.kv_store.health import MAX_FAILURES
 from workers.kv_store.kv_store import open_kv_store, store_bytes
@@ -43,15 +43,15 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def has(opened: Opened, *numbers: int) -> bool:
-    return opened.store.match([name_of(number) for number in numbers]) == len(numbers)
+    return opened.store.match([hash_of(number) for number in numbers]) == len(numbers)
 
 
 async def test_what_a_peer_writes_is_found_and_read_and_not_written_again(pair: tuple[Opened, Opened]) -> None:
     a, b = pair
     assert await a.put(1, 2) == [True, True]
-    assert await a.store.write(name_of(3), memoryview(block_of(3)), 77)
+    assert await a.store.write(hash_of(3), memoryview(block_of(3)), 77)
     await until(lambda: has(b, 1, 2, 3))
-    assert b.found == {name_of(3): 77} and a.found == {}
+    assert b.found == {hash_of(3): 77} and a.found == {}
     assert [await b.get(number) for number in (1, 2, 3)] == [block_of(number) for number in (1, 2, 3)]
     assert await b.put(2) == [False]
     stats = b.store.stats()
@@ -62,26 +62,26 @@ async def test_what_a_peer_writes_is_found_and_read_and_not_written_again(pair: 
 
 async def test_what_a_peer_evicts_is_gone_unless_it_is_here_too(pair: tuple[Opened, Opened]) -> None:
     a, b = pair
-    first, second = (each.store.write(name_of(1), memoryview(block_of(1))) for each in pair)
+    first, second = (each.store.write(hash_of(1), memoryview(block_of(1))) for each in pair)
     assert await first and await second, "at once: neither knew of the other"
     await a.put(2, 3, 4)
     await until(lambda: has(b, 1, 2, 3, 4))
     await a.put(5, 6)
     await until(lambda: has(b, 5, 6) and not has(b, 2))
-    assert b.gone == [name_of(2)] and await b.get(1) == block_of(1)
+    assert b.gone == [hash_of(2)] and await b.get(1) == block_of(1)
     await b.put(11, 12, 13, 14)
-    assert name_of(1) in b.gone and not has(b, 1)
+    assert hash_of(1) in b.gone and not has(b, 1)
 
 
 async def test_what_is_here_and_at_a_peer_is_gone_when_both_have_lost_it(pair: tuple[Opened, Opened]) -> None:
     a, b = pair
-    await asyncio.gather(*(each.store.write(name_of(1), memoryview(block_of(1))) for each in pair))
-    await until(lambda: name_of(1) in b.store._peers)
-    b.store.forget([name_of(9)])
+    await asyncio.gather(*(each.store.write(hash_of(1), memoryview(block_of(1))) for each in pair))
+    await until(lambda: hash_of(1) in b.store._peers)
+    b.store.forget([hash_of(9)])
     await b.put(11, 12, 13, 14)
-    assert name_of(1) not in b.gone and await b.get(1) == block_of(1), "from the peer now"
+    assert hash_of(1) not in b.gone and await b.get(1) == block_of(1), "from the peer now"
     await a.put(21, 22, 23, 24)
-    await until(lambda: name_of(1) in b.gone)
+    await until(lambda: hash_of(1) in b.gone)
     assert await b.get(1) is None
 
 
@@ -102,7 +102,7 @@ async def test_a_slot_that_its_owner_reuses_before_it_is_read_is_a_miss(
     monkeypatch.undo()
     stats = b.store.stats()
     assert (stats.corrupt, stats.read_failures, stats.stopped_peers) == (0, 0, ""), "no error"
-    assert name_of(1) in b.gone and await b.get(2) == block_of(2)
+    assert hash_of(1) in b.gone and await b.get(2) == block_of(2)
 
 
 async def test_a_slot_that_is_half_written_when_it_is_read_is_a_miss(pair: tuple[Opened, Opened]) -> None:
@@ -120,7 +120,7 @@ async def test_a_slot_that_is_half_written_when_it_is_read_is_a_miss(pair: tuple
     writing = asyncio.ensure_future(a.put(5))
     await until(hang.begun.is_set)
     await until(lambda: not has(b, 1) and not has(b, 5))
-    b.store._peers._peers[0].slots.update({name_of(1): slots[name_of(1)], name_of(5): slots[name_of(1)]})
+    b.store._peers._peers[0].slots.update({hash_of(1): slots[hash_of(1)], hash_of(5): slots[hash_of(1)]})
     assert [await b.get(1), await b.get(5)] == [None, None]
     hang.release()
     assert await writing == [True]
@@ -132,24 +132,24 @@ async def test_what_is_forgotten_is_not_read_from_a_peer_and_written_again(pair:
     a, b = pair
     await a.put(1, 2)
     await until(lambda: has(b, 1, 2))
-    b.store.forget([name_of(1)])
-    assert b.gone == [name_of(1)] and not has(b, 1) and await b.get(1) is None
+    b.store.forget([hash_of(1)])
+    assert b.gone == [hash_of(1)] and not has(b, 1) and await b.get(1) is None
     assert await b.put(1) == [True] and await b.get(1) == block_of(1)
-    a.store.forget([name_of(2)])
+    a.store.forget([hash_of(2)])
     await until(lambda: not has(b, 2))
 
 
 async def test_a_slab_that_nobody_owns_is_read_and_another_fingerprint_is_not(tmp_path: Path) -> None:
     for number, fingerprint in enumerate((FINGERPRINT, bytes(32))):
         opened = Opened(tmp_path, fingerprint=fingerprint, file=SLAB_FILES[number])
-        await opened.store.write(name_of(number), memoryview(block_of(number)), number)
+        await opened.store.write(hash_of(number), memoryview(block_of(number)), number)
         await opened.close()
     opened = Opened(tmp_path, file=SLAB_FILES[2])
-    assert opened.store.found_prefixes == {name_of(0): 0}
+    assert opened.store.found_prefixes == {hash_of(0): 0}
     assert [await opened.get(0), await opened.get(1)] == [block_of(0), None]
     taken = Opened(tmp_path, fingerprint=bytes(32))
     await until(lambda: not has(opened, 0))
-    assert opened.gone == [name_of(0)], "a worker with another model has taken the slab"
+    assert opened.gone == [hash_of(0)], "a worker with another model has taken the slab"
     for each in (opened, taken):
         await each.close()
 
@@ -195,7 +195,7 @@ async def test_a_peers_slab_that_hangs_does_not_stop_its_own(
     assert await asyncio.gather(*reads) == [None] * len(reads)
     stats = b.store.stats()
     assert "no answer in time" in stats.stopped_peers and not stats.stopped_reads
-    assert set(b.gone) == {name_of(1), name_of(2), name_of(3)} and not has(b, 1)
+    assert set(b.gone) == {hash_of(1), hash_of(2), hash_of(3)} and not has(b, 1)
     assert await b.get(4) == block_of(4) and await b.put(1) == [True] and await b.get(1) == block_of(1)
     hang.release()
 
@@ -208,7 +208,7 @@ async def test_a_peers_slab_whose_reads_fail_is_no_longer_read(pair: tuple[Opene
     assert [await b.get(number) for number in range(1, 1 + MAX_FAILURES)] == [None] * MAX_FAILURES
     stats = b.store.stats()
     assert stats.read_failures == MAX_FAILURES and not has(b, 4) and not stats.stopped_reads
-    assert str(a.slab.path) in stats.stopped_peers and name_of(4) in b.gone
+    assert str(a.slab.path) in stats.stopped_peers and hash_of(4) in b.gone
 
 
 # Stores blocks 0 to 5 in a slab of 4 and then writes half of block 6, without an end.

@@ -1,4 +1,4 @@
-"""The remote store against a real server that dies, hangs, is full, and has other bytes under a name."""
+"""The remote store against a real server that dies, hangs, is full, and has other bytes under a block hash."""
 
 import asyncio
 import os
@@ -21,8 +21,8 @@ from workers.kv_store.slot_format import PAGE_BYTES, encode_header
 
 BLOCK_BYTES = 5000
 OURS, THEIRS = b"o" * 32, b"t" * 32
-NAMES = [bytes([number]) * 16 for number in range(20)]
-BLOCKS = [memoryview(os.urandom(BLOCK_BYTES)) for _ in NAMES]
+HASHES = [bytes([number]) * 16 for number in range(20)]
+BLOCKS = [memoryview(os.urandom(BLOCK_BYTES)) for _ in HASHES]
 WAIT_S = 20.0
 
 
@@ -50,7 +50,7 @@ def opened(server: RedisServer, fingerprint: bytes = OURS, password: str | None 
 async def read(store: RemoteStore, number: int, timeout_s: float = WAIT_S) -> bytes | None:
     """None: a miss, which left the target as it was."""
     target = bytearray(b"x" * BLOCK_BYTES)
-    arrived = await store.read(NAMES[number], memoryview(target), timeout_s)
+    arrived = await store.read(HASHES[number], memoryview(target), timeout_s)
     assert arrived or target == b"x" * BLOCK_BYTES
     return bytes(target) if arrived else None
 
@@ -64,14 +64,14 @@ async def until(condition: object) -> None:
 async def test_what_one_store_has_written_is_read_by_another(server: RedisServer) -> None:
     one, other = opened(server), opened(server)
     for number in range(5):
-        assert await one.write(NAMES[number], BLOCKS[number], prefix=100 + number)
+        assert await one.write(HASHES[number], BLOCKS[number], prefix=100 + number)
     added: dict[bytes, int] = {}
     other.added = added.__setitem__
-    assert await other.find(NAMES[:10], WAIT_S) == 5 and await other.find(NAMES[7:], WAIT_S) == 0
+    assert await other.find(HASHES[:10], WAIT_S) == 5 and await other.find(HASHES[7:], WAIT_S) == 0
     assert await other.find([], WAIT_S) == 0
     assert [await read(other, number) for number in range(6)] == [*BLOCKS[:5], None]
-    assert added == {NAMES[number]: 100 + number for number in range(5)}
-    assert await other.write(NAMES[3], BLOCKS[3]) and await one.write(NAMES[3], BLOCKS[3])
+    assert added == {HASHES[number]: 100 + number for number in range(5)}
+    assert await other.write(HASHES[3], BLOCKS[3]) and await one.write(HASHES[3], BLOCKS[3])
     assert one.stats().writes == 5 and other.stats().writes == 0 and other.stats().reads == 5
     assert one.stats().read_failures == other.stats().read_failures == 0 and one.read_byte_s > 0
     await one.close()
@@ -80,33 +80,33 @@ async def test_what_one_store_has_written_is_read_by_another(server: RedisServer
 
 async def test_a_store_of_another_fingerprint_finds_nothing(server: RedisServer) -> None:
     one, other = opened(server), opened(server, THEIRS)
-    assert await one.write(NAMES[0], BLOCKS[0])
-    assert await other.find(NAMES[:1], WAIT_S) == 0 and await read(other, 0) is None
+    assert await one.write(HASHES[0], BLOCKS[0])
+    assert await other.find(HASHES[:1], WAIT_S) == 0 and await read(other, 0) is None
     await one.close()
     await other.close()
 
 
 async def test_other_bytes_under_a_name_are_a_miss_and_are_written_again(server: RedisServer) -> None:
     store, client = opened(server), Redis(port=server.port)
-    keys = [f"diptych:{OURS.hex()}:{name.hex()}" for name in NAMES]
-    good = encode_header(OURS, NAMES[0], None, 0, BLOCKS[0]) + bytes(BLOCKS[0])
+    keys = [f"diptych:{OURS.hex()}:{block_hash.hex()}" for block_hash in HASHES]
+    good = encode_header(OURS, HASHES[0], None, 0, BLOCKS[0]) + bytes(BLOCKS[0])
     lies = {
         0: bytes([good[0] ^ 1]) + good[1:],
-        1: good,  # intact, of another name
-        2: encode_header(THEIRS, NAMES[2], None, 0, BLOCKS[2]) + bytes(BLOCKS[2]),
-        3: encode_header(OURS, NAMES[3], None, 0, BLOCKS[3]) + bytes(BLOCKS[4]),
-        4: encode_header(OURS, NAMES[4], None, 0, BLOCKS[4])[:-1] + b"\0" + bytes(BLOCKS[4][:-1]) + b"?",
+        1: good,  # intact, of another block
+        2: encode_header(THEIRS, HASHES[2], None, 0, BLOCKS[2]) + bytes(BLOCKS[2]),
+        3: encode_header(OURS, HASHES[3], None, 0, BLOCKS[3]) + bytes(BLOCKS[4]),
+        4: encode_header(OURS, HASHES[4], None, 0, BLOCKS[4])[:-1] + b"\0" + bytes(BLOCKS[4][:-1]) + b"?",
     }
     for number, lie in lies.items():
         client.set(keys[number], lie)
     client.set(keys[5], good[:-1])  # torn
     client.set(keys[6], good + b"0")
     client.rpush(keys[7], "a list")
-    assert await store.find(NAMES[:8], WAIT_S) == 5, "values of the right size"
+    assert await store.find(HASHES[:8], WAIT_S) == 5, "values of the right size"
     assert [await read(store, number) for number in range(8)] == [None] * 8
     assert store.stats().corrupt == 7 and store.stats().read_failures == 1, "a list cannot be read"
     for number in range(7):
-        assert await store.write(NAMES[number], BLOCKS[number])
+        assert await store.write(HASHES[number], BLOCKS[number])
         assert await read(store, number) == BLOCKS[number]
     assert not client.exists(keys[8]) and not store.stats().stopped_reads
     client.close()
@@ -117,12 +117,12 @@ async def test_a_block_in_doubt_is_read_only_after_it_was_written_again(server: 
     one, other = opened(server), opened(server)
     gone: list[bytes] = []
     one.known.gone = gone.append
-    await one.write(NAMES[0], BLOCKS[0])
-    one.forget(NAMES[:1])
-    assert gone == NAMES[:1] and await one.find(NAMES[:1], WAIT_S) == 0 and await read(one, 0) is None
-    await until(lambda: not Redis(port=server.port).keys("*" + NAMES[0].hex()))
+    await one.write(HASHES[0], BLOCKS[0])
+    one.forget(HASHES[:1])
+    assert gone == HASHES[:1] and await one.find(HASHES[:1], WAIT_S) == 0 and await read(one, 0) is None
+    await until(lambda: not Redis(port=server.port).keys("*" + HASHES[0].hex()))
     assert await read(other, 0) is None
-    assert await one.write(NAMES[0], BLOCKS[1]) and await read(one, 0) == BLOCKS[1] == await read(other, 0)
+    assert await one.write(HASHES[0], BLOCKS[1]) and await read(one, 0) == BLOCKS[1] == await read(other, 0)
     await one.close()
     await other.close()
 
@@ -130,27 +130,27 @@ async def test_a_block_in_doubt_is_read_only_after_it_was_written_again(server: 
 async def test_a_killed_server_is_a_miss_and_is_used_again_when_it_is_back(server: RedisServer) -> None:
     store, gone = opened(server), list[bytes]()
     store.known.gone = gone.append
-    assert await store.write(NAMES[0], BLOCKS[0])
+    assert await store.write(HASHES[0], BLOCKS[0])
     server.kill()
     for _ in range(MAX_FAILURES):
-        assert await read(store, 0) is None and not await store.write(NAMES[1], BLOCKS[1])
+        assert await read(store, 0) is None and not await store.write(HASHES[1], BLOCKS[1])
     stats = store.stats()
-    assert stats.stopped_reads and stats.stopped_writes and gone == NAMES[:1]
+    assert stats.stopped_reads and stats.stopped_writes and gone == HASHES[:1]
     assert stats.read_failures == stats.write_failures == MAX_FAILURES
-    assert await store.find(NAMES, WAIT_S) == 0 and not await store.write(NAMES[1], BLOCKS[1])
+    assert await store.find(HASHES, WAIT_S) == 0 and not await store.write(HASHES[1], BLOCKS[1])
     assert store.stats().writes_dropped == 1, "nobody waits for a server that is stopped"
     server.start()
     await until(lambda: not store.stats().stopped_reads and not store.stats().stopped_writes)
     assert await read(store, 0) is None, "the server has kept nothing"
-    assert await store.write(NAMES[1], BLOCKS[1]) and await read(store, 1) == BLOCKS[1]
+    assert await store.write(HASHES[1], BLOCKS[1]) and await read(store, 1) == BLOCKS[1]
     await store.close()
 
 
 async def test_a_server_that_hangs_is_late_and_is_used_again_when_it_goes_on(server: RedisServer) -> None:
     store = opened(server)
-    await store.write(NAMES[0], BLOCKS[0])
+    await store.write(HASHES[0], BLOCKS[0])
     with server.stopped():
-        assert await store.find(NAMES, 0.05) == 0
+        assert await store.find(HASHES, 0.05) == 0
         assert [await read(store, 0, 0.05) for _ in range(MAX_FAILURES)] == [None] * MAX_FAILURES
         assert store.stats().late >= MAX_FAILURES and store.stats().stopped_reads
     await until(lambda: not store.stats().stopped_reads)
@@ -167,15 +167,17 @@ async def test_a_full_server_refuses_writes_and_still_answers_reads(tmp_path: Pa
     server.start()
     try:
         store = opened(server)
-        assert await store.write(NAMES[0], BLOCKS[0])
+        assert await store.write(HASHES[0], BLOCKS[0])
         client = Redis(port=server.port)
         client.config_set("maxmemory", 1)
-        assert [await store.write(name, BLOCKS[1]) for name in NAMES[1 : 1 + MAX_FAILURES]] == [False] * MAX_FAILURES
+        assert [await store.write(block_hash, BLOCKS[1]) for block_hash in HASHES[1 : 1 + MAX_FAILURES]] == [
+            False
+        ] * MAX_FAILURES
         assert "maxmemory" in store.stats().stopped_writes and not store.stats().stopped_reads
         assert await read(store, 0) == BLOCKS[0]
         client.config_set("maxmemory", 0)
         await until(lambda: not store.stats().stopped_writes)
-        assert await store.write(NAMES[1], BLOCKS[1])
+        assert await store.write(HASHES[1], BLOCKS[1])
         await store.close()
     finally:
         server.kill()
@@ -187,13 +189,13 @@ async def test_evicted_blocks_are_reported_as_gone(tmp_path: Path) -> None:
     try:
         store, gone = opened(server), list[bytes]()
         store.known.gone = gone.append
-        await store.write(NAMES[0], BLOCKS[0])
+        await store.write(HASHES[0], BLOCKS[0])
         client = Redis(port=server.port)
-        key, number = f"diptych:{OURS.hex()}:{NAMES[0].hex()}", 0
+        key, number = f"diptych:{OURS.hex()}:{HASHES[0].hex()}", 0
         while client.exists(key) and number < 20_000:  # the server samples what it evicts
             client.set(f"other {number}", bytes(10_000))
             number += 1
-        assert await store.find(NAMES[:1], WAIT_S) == 0 and gone == NAMES[:1]
+        assert await store.find(HASHES[:1], WAIT_S) == 0 and gone == HASHES[:1]
         await store.close()
     finally:
         server.kill()
@@ -205,8 +207,8 @@ async def test_a_wrong_password_is_a_problem_and_no_error(tmp_path: Path) -> Non
     try:
         wrong, right = opened(server, password="wrong"), opened(server, password="right")
         assert wrong.stats().stopped_reads and wrong.stats().stopped_writes
-        assert not await wrong.write(NAMES[0], BLOCKS[0]) and await wrong.find(NAMES, WAIT_S) == 0
-        assert await right.write(NAMES[0], BLOCKS[0]) and await read(right, 0) == BLOCKS[0]
+        assert not await wrong.write(HASHES[0], BLOCKS[0]) and await wrong.find(HASHES, WAIT_S) == 0
+        assert await right.write(HASHES[0], BLOCKS[0]) and await read(right, 0) == BLOCKS[0]
         await wrong.close()
         await right.close()
     finally:
@@ -220,7 +222,7 @@ async def test_a_server_that_comes_after_the_worker_is_used(tmp_path: Path) -> N
     server.start()
     try:
         await until(lambda: not store.stats().stopped_reads and not store.stats().stopped_writes)
-        assert await store.write(NAMES[0], BLOCKS[0]) and await read(store, 0) == BLOCKS[0]
+        assert await store.write(HASHES[0], BLOCKS[0]) and await read(store, 0) == BLOCKS[0]
         await store.close()
     finally:
         server.kill()
@@ -230,10 +232,10 @@ async def test_known_names_are_bounded(server: RedisServer, monkeypatch: pytest.
     monkeypatch.setattr(remote_store, "KnownBlocks", partial(KnownBlocks, 3))
     store, gone = opened(server), list[bytes]()
     store.known.gone = gone.append
-    for name, block in zip(NAMES[:5], BLOCKS, strict=False):
-        assert await store.write(name, block)
-    assert gone == NAMES[:2] and store.stats().num_stored == 3
-    assert await store.find(NAMES[:5], WAIT_S) == 5, "they are there all the same"
+    for block_hash, block in zip(HASHES[:5], BLOCKS, strict=False):
+        assert await store.write(block_hash, block)
+    assert gone == HASHES[:2] and store.stats().num_stored == 3
+    assert await store.find(HASHES[:5], WAIT_S) == 5, "they are there all the same"
     await store.close()
 
 
@@ -241,9 +243,9 @@ async def test_more_writes_than_may_wait_are_dropped(server: RedisServer, monkey
     monkeypatch.setattr(remote_store, "MAX_WRITES", 2)
     store = opened(server)
     with server.stopped():
-        writing = [asyncio.ensure_future(store.write(*each)) for each in zip(NAMES, BLOCKS, strict=True)]
+        writing = [asyncio.ensure_future(store.write(*each)) for each in zip(HASHES, BLOCKS, strict=True)]
         await asyncio.sleep(0.05)
-        assert store.stats().writes_dropped >= len(NAMES) - 2 * WRITE_THREADS - 2
+        assert store.stats().writes_dropped >= len(HASHES) - 2 * WRITE_THREADS - 2
     await asyncio.gather(*writing)
     await store.close()
 
@@ -263,7 +265,7 @@ async def test_a_server_that_speaks_another_language_is_a_problem_and_no_error()
         url = f"redis://127.0.0.1:{other.sockets[0].getsockname()[1]}/0"
         store = await asyncio.to_thread(open_remote_store, url, None, None, OURS, BLOCK_BYTES)
         store.start()
-        assert store.stats().stopped_reads and not await store.write(NAMES[0], BLOCKS[0])
+        assert store.stats().stopped_reads and not await store.write(HASHES[0], BLOCKS[0])
         await store.close()
 
 
@@ -278,8 +280,8 @@ async def test_replies_of_any_kind_are_misses_and_leave_the_threads_at_work(repl
         url = f"redis://127.0.0.1:{other.sockets[0].getsockname()[1]}/0"
         store = await asyncio.to_thread(open_remote_store, url, None, None, OURS, BLOCK_BYTES)
         found = [await read(store, number) for number in range(2 * READ_THREADS)]
-        assert found == [None] * len(found) and not await store.find(NAMES, WAIT_S)
-        await store.write(NAMES[0], BLOCKS[0])
+        assert found == [None] * len(found) and not await store.find(HASHES, WAIT_S)
+        await store.write(HASHES[0], BLOCKS[0])
         stats = store.stats()
         assert (stats.reads, stats.late) == (0, 0), "each read was answered"
         await store.close()
@@ -308,10 +310,10 @@ async def test_what_is_written_while_reads_are_stopped_is_not_reported_as_readab
     for _ in range(MAX_FAILURES):
         assert await read(store, 0) is None
     assert store.stats().stopped_reads and not store.stats().stopped_writes
-    assert not await store.write(NAMES[0], BLOCKS[0]) and (store.stats().writes, store.stats().num_stored) == (1, 0)
+    assert not await store.write(HASHES[0], BLOCKS[0]) and (store.stats().writes, store.stats().num_stored) == (1, 0)
     client.acl_setuser("default", commands=["+@all"])
     await until(lambda: not store.stats().stopped_reads)
-    assert await store.write(NAMES[0], BLOCKS[0]) and (store.stats().writes, store.stats().num_stored) == (1, 1)
+    assert await store.write(HASHES[0], BLOCKS[0]) and (store.stats().writes, store.stats().num_stored) == (1, 1)
     assert await read(store, 0) == BLOCKS[0]
     client.close()
     await store.close()

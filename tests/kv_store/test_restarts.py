@@ -26,7 +26,7 @@ from tests.kv_store.slabs import (
     Opened,
     block_of,
     file_bytes,
-    name_of,
+    hash_of,
 )
 from workers.kv_store import slot_format
 from workers.kv_store.kv_store import open_kv_store, store_bytes
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 async def restarted(folder: Path, num_slots: int, numbers: Iterable[int], fingerprint: bytes = FINGERPRINT) -> set[int]:
     """Open the folder; returns which blocks can be read, and these must be right. Then write to every slot."""
     opened = Opened(folder, num_slots, fingerprint)
-    claimed = {number for number in numbers if name_of(number) in opened.store.names}
+    claimed = {number for number in numbers if hash_of(number) in opened.store.block_hashes}
     found = set()
     for number in numbers:
         block = await opened.get(number)
@@ -65,20 +65,20 @@ async def filled(folder: Path, *numbers: int, num_slots: int = 4) -> None:
 async def test_blocks_survive_a_restart_and_the_oldest_is_still_evicted_first(tmp_path: Path) -> None:
     await filled(tmp_path, 1, 2, 3, 4, 5)
     opened = Opened(tmp_path)
-    assert opened.store.names == tuple(map(name_of, (2, 3, 4, 5))) and opened.store.stats().recovered == 4
+    assert opened.store.block_hashes == tuple(map(hash_of, (2, 3, 4, 5))) and opened.store.stats().recovered == 4
     assert [await opened.get(number) for number in (2, 5)] == [block_of(2), block_of(5)]
     await opened.put(6)
-    assert opened.gone == [name_of(2)]
+    assert opened.gone == [hash_of(2)]
     await opened.close()
 
 
 async def test_the_names_of_prefixes_survive_a_restart(tmp_path: Path) -> None:
     opened = Opened(tmp_path)
     for number, prefix in ((1, 7), (2, None), (3, (1 << 60) - 1)):
-        assert await opened.store.write(name_of(number), memoryview(block_of(number)), prefix)
+        assert await opened.store.write(hash_of(number), memoryview(block_of(number)), prefix)
     await opened.close()
     opened = Opened(tmp_path)
-    assert opened.store.found_prefixes == {name_of(1): 7, name_of(3): (1 << 60) - 1}
+    assert opened.store.found_prefixes == {hash_of(1): 7, hash_of(3): (1 << 60) - 1}
     await opened.close()
 
 
@@ -94,7 +94,7 @@ async def test_recovery_reads_headers_only(tmp_path: Path) -> None:
     slab = CountingSlab(tmp_path, 4)
     pages.clear()
     found = slab.scan(lambda page: decode_header(page, FINGERPRINT, BLOCK_BYTES))
-    assert sorted(header.name for _, header in found) == sorted(map(name_of, (1, 2, 3)))
+    assert sorted(header.block_hash for _, header in found) == sorted(map(hash_of, (1, 2, 3)))
     assert pages == [PAGE_BYTES] * 4
     slab.close()
 
@@ -117,21 +117,21 @@ async def test_a_smaller_file_keeps_what_still_fits(tmp_path: Path) -> None:
 async def test_a_forgotten_block_does_not_come_back(tmp_path: Path) -> None:
     opened = Opened(tmp_path)
     await opened.put(1, 2)
-    opened.store.forget([name_of(1)])
+    opened.store.forget([hash_of(1)])
     await opened.close()
     assert await restarted(tmp_path, 4, [1, 2]) == {2}
 
 
 async def test_an_older_copy_of_a_block_does_not_come_back_after_the_newer_one(tmp_path: Path) -> None:
-    """Two slots have one name: a crash left the older one. What is forgotten is forgotten in both."""
+    """Two slots have one block hash: a crash left the older one. What is forgotten is forgotten in both."""
     await filled(tmp_path, 1, 2)
     data = bytearray((tmp_path / FILE).read_bytes())
     first, third = PAGE_BYTES, PAGE_BYTES + 2 * SLOT_BYTES
     data[third : third + SLOT_BYTES] = data[first : first + SLOT_BYTES]
     (tmp_path / FILE).write_bytes(data)
     opened = Opened(tmp_path)
-    assert len(opened.store.names) == 2
-    opened.store.forget([name_of(1), name_of(2)])
+    assert len(opened.store.block_hashes) == 2
+    opened.store.forget([hash_of(1), hash_of(2)])
     await opened.close()
     assert await restarted(tmp_path, 4, [1, 2]) == set()
 
@@ -153,7 +153,7 @@ def test_a_fingerprint_differs_with_whatever_changes_the_bytes() -> None:
 
 Damage = tuple[str, int, int]
 DAMAGE = st.tuples(
-    st.sampled_from(["flip", "zero", "noise", "swap", "cut", "older", "name"]),
+    st.sampled_from(["flip", "zero", "noise", "swap", "cut", "older", "hash"]),
     st.integers(0, file_bytes(4) - 1),
     st.integers(0, 3),
 )
@@ -175,8 +175,8 @@ def damage(data: bytearray, how: str, place: int, slot: int) -> None:
     elif how == "older":  # torn: the header of one block, a part of another one
         other = PAGE_BYTES + place % 4 * SLOT_BYTES
         data[start + PAGE_BYTES : start + SLOT_BYTES - 512] = data[other + PAGE_BYTES : other + SLOT_BYTES - 512]
-    else:  # a header that is intact and names another block than its bytes
-        header = encode_header(FINGERPRINT, name_of(place % 9), None, place, memoryview(block_of(77)))
+    else:  # a header that is intact and has another block hash than its bytes
+        header = encode_header(FINGERPRINT, hash_of(place % 9), None, place, memoryview(block_of(77)))
         data[start : start + PAGE_BYTES] = header
 
 
@@ -201,7 +201,7 @@ def test_after_any_damage_each_block_is_right_or_a_miss(damages: list[Damage]) -
 WRITER = """
 import asyncio, sys, time
 from pathlib import Path
-from tests.kv_store.slabs import Opened, block_of, name_of
+from tests.kv_store.slabs import Opened, block_of, hash_of
 
 async def main(folder, stop_at, part):
     opened = Opened(Path(folder), 8)
@@ -216,7 +216,7 @@ async def main(folder, stop_at, part):
         time.sleep(600)
     opened.slab.on_write = write
     for number in range(100):
-        assert await opened.store.write(name_of(number), memoryview(block_of(number)))
+        assert await opened.store.write(hash_of(number), memoryview(block_of(number)))
         print(number, flush=True)
         if stop_at > 1000:
             await asyncio.sleep(0.001)
@@ -269,13 +269,13 @@ async def test_the_slab_of_a_live_worker_is_taken_only_after_its_death(tmp_path:
         while (await asyncio.wait_for(asyncio.to_thread(child.stdout.readline), WAIT_S)).strip() != "torn":
             pass
         store = open_kv_store(tmp_path, size, BLOCK_BYTES, FINGERPRINT)
-        assert store.path.name == SLAB_FILES[1] and not store.names
-        assert store.match([name_of(0), name_of(1), name_of(2)]) == 2, "the third one is being written"
+        assert store.path.name == SLAB_FILES[1] and not store.block_hashes
+        assert store.match([hash_of(0), hash_of(1), hash_of(2)]) == 2, "the third one is being written"
         await store.close()
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
     store = open_kv_store(tmp_path, size, BLOCK_BYTES, FINGERPRINT)
-    assert store.path.name == SLAB_FILES[0] and store.names == (name_of(0), name_of(1))
+    assert store.path.name == SLAB_FILES[0] and store.block_hashes == (hash_of(0), hash_of(1))
     await store.close()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kv_store.slabs import FINGERPRINT, name_of
+from tests.kv_store.slabs import FINGERPRINT, hash_of
 from workers.kv_store import shared_index
 from workers.kv_store.shared_index import SharedIndex, SharedIndexReader, SlotContent, index_bytes
 from workers.kv_store.slot_format import PAGE_BYTES
@@ -23,12 +23,12 @@ def short_ring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take(reader: SharedIndexReader, known: dict[int, tuple[bytes, int | None]]) -> None:
-    """Apply what the reader tells; each old name must be the known one."""
-    for (slot, name, prefix), old in reader.changes():
+    """Apply what the reader tells; each old hash must be the known one."""
+    for (slot, block_hash, prefix), old in reader.changes():
         was = known.pop(slot, None)
         assert old == (was and was[0])
-        if name is not None:
-            known[slot] = (name, prefix)
+        if block_hash is not None:
+            known[slot] = (block_hash, prefix)
 
 
 @settings(max_examples=60, deadline=None)
@@ -41,8 +41,8 @@ def test_a_reader_that_looks_now_and_then_knows_the_last_content_of_each_slot(
 ) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "index"
-        expected: dict[int, tuple[bytes, int | None]] = {2: (name_of(2), None)}
-        owner = SharedIndex(path, FINGERPRINT, SLOTS, [SlotContent(2, name_of(2))])
+        expected: dict[int, tuple[bytes, int | None]] = {2: (hash_of(2), None)}
+        owner = SharedIndex(path, FINGERPRINT, SLOTS, [SlotContent(2, hash_of(2))])
         reader, known = SharedIndexReader(path, FINGERPRINT), dict[int, tuple[bytes, int | None]]()
         for number, (slot, content, looks) in enumerate(changes):
             if number == reopened_at:
@@ -53,12 +53,12 @@ def test_a_reader_that_looks_now_and_then_knows_the_last_content_of_each_slot(
                 owner.change(SlotContent(slot))
                 expected.pop(slot, None)
             else:
-                owner.change(SlotContent(slot, name_of(content), content))
-                expected[slot] = (name_of(content), content)
+                owner.change(SlotContent(slot, hash_of(content), content))
+                expected[slot] = (hash_of(content), content)
             if looks:
                 take(reader, known)
-                assert {slot: name for slot, (name, _) in known.items()} == {
-                    slot: name for slot, (name, _) in expected.items()
+                assert {slot: block_hash for slot, (block_hash, _) in known.items()} == {
+                    slot: block_hash for slot, (block_hash, _) in expected.items()
                 }
         take(reader, known)
         later, all_at_once = SharedIndexReader(path, FINGERPRINT), dict[int, tuple[bytes, int | None]]()
@@ -77,7 +77,7 @@ def test_a_damaged_index_tells_what_was_told_or_nothing(damages: list[tuple[str,
         older = path.read_bytes()
         reader = SharedIndexReader(path, FINGERPRINT)
         reader.changes()
-        told = {SlotContent(slot, name_of(slot), slot) for slot in range(SLOTS)}
+        told = {SlotContent(slot, hash_of(slot), slot) for slot in range(SLOTS)}
         for content in told:
             owner.change(content)
         data = bytearray(path.read_bytes())
@@ -101,13 +101,15 @@ def test_an_index_of_another_fingerprint_or_format_ends_what_it_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "index"
-    there = [SlotContent(slot, name_of(slot)) for slot in range(3)]
+    there = [SlotContent(slot, hash_of(slot)) for slot in range(3)]
     SharedIndex(path, FINGERPRINT, SLOTS, there).close()
     assert path.stat().st_size == index_bytes(SLOTS)
     reader = SharedIndexReader(path, FINGERPRINT)
     assert len(reader.changes()) == 3 and reader.changes() == []
     SharedIndex(path, bytes(32), SLOTS, there).close()
-    assert {(content.name, old) for content, old in reader.changes()} == {(None, name_of(slot)) for slot in range(3)}
+    assert {(content.block_hash, old) for content, old in reader.changes()} == {
+        (None, hash_of(slot)) for slot in range(3)
+    }
     monkeypatch.setattr(shared_index, "_FORMAT", 0)
     SharedIndex(path, FINGERPRINT, SLOTS, there).close()
     monkeypatch.undo()
@@ -120,8 +122,8 @@ def test_a_reader_that_missed_more_than_the_ring_takes_the_table(tmp_path: Path)
     reader, known = SharedIndexReader(tmp_path / "index", FINGERPRINT), dict[int, tuple[bytes, int | None]]()
     take(reader, known)
     for number in range(30):
-        owner.change(SlotContent(number % SLOTS, name_of(number), number))
+        owner.change(SlotContent(number % SLOTS, hash_of(number), number))
     take(reader, known)
-    assert known == {number % SLOTS: (name_of(number), number) for number in range(24, 30)}
+    assert known == {number % SLOTS: (hash_of(number), number) for number in range(24, 30)}
     owner.close()
     reader.close()

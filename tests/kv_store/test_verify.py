@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cluster.cli import main
-from tests.kv_store.slabs import BLOCK_BYTES, FILE, FINGERPRINT, SLOT_BYTES, block_of, name_of
+from tests.kv_store.slabs import BLOCK_BYTES, FILE, FINGERPRINT, SLOT_BYTES, block_of, hash_of
 from workers.kv_store.kv_store import KVStore, open_kv_store, store_bytes
 from workers.kv_store.slot_format import PAGE_BYTES
 from workers.kv_store.verify import AGAIN_S
@@ -23,7 +23,7 @@ def opened(folder: Path, fingerprint: bytes = FINGERPRINT) -> KVStore:
 async def filled(folder: Path, *numbers: int, fingerprint: bytes = FINGERPRINT) -> Path:
     store = opened(folder, fingerprint)
     for number in numbers:
-        assert await store.write(name_of(number), memoryview(block_of(number)))
+        assert await store.write(hash_of(number), memoryview(block_of(number)))
     await store.close()
     return folder / FILE
 
@@ -59,12 +59,12 @@ async def test_each_slot_is_in_one_state_and_corruption_is_an_error(tmp_path: Pa
 
 async def test_a_path_has_a_report_for_each_slab_also_while_workers_use_them(tmp_path: Path) -> None:
     stores = [opened(tmp_path) for _ in range(2)]
-    assert await stores[1].write(name_of(1), memoryview(block_of(1)))
+    assert await stores[1].write(hash_of(1), memoryview(block_of(1)))
     result = verify(str(tmp_path))
     assert result.exit_code == 0
     rows = [line.split() for line in result.stdout.splitlines() if ".slab" in line]
     assert [row[1:] for row in rows] == [[str(BLOCK_BYTES), "6", str(n), str(6 - n), "0", "0", "0"] for n in (0, 1)]
-    assert await stores[1].write(name_of(2), memoryview(block_of(2))), "it goes on"
+    assert await stores[1].write(hash_of(2), memoryview(block_of(2))), "it goes on"
     for store in stores:
         await store.close()
 

@@ -24,7 +24,7 @@ from workers.errors import KVStoreError
 from workers.executor.disk_cache import DiskCache
 from workers.executor.opening import open_solo
 from workers.executor.rank import Rank
-from workers.kv_events import chain
+from workers.kv_events import prefix_hashes
 from workers.kv_store.health import MAX_FAILURES
 from workers.kv_store.slab import Slab
 from workers.model.config import read_model_config
@@ -185,7 +185,7 @@ async def test_a_worker_without_its_folder_does_not_start_and_says_why(tiny: Mod
 
 
 async def test_the_cache_log_has_what_is_on_the_disk_also_after_a_restart(tiny: ModelFolder, tmp_path: Path) -> None:
-    """Prompts of 150 tokens have one name each: their first 128."""
+    """Prompts of 150 tokens have one prefix hash each: of their first 128."""
     made = config(tmp_path, kv_blocks=42)
     made = replace(made, cache=CacheConfig(ByteSize(64 * BLOCK_BYTES), made.cache.disk))
     prompts = [tuple(3 + (7 * position + 31 * number) % 200 for position in range(150)) for number in range(5)]
@@ -197,22 +197,22 @@ async def test_the_cache_log_has_what_is_on_the_disk_also_after_a_restart(tiny: 
         listening = asyncio.ensure_future(worker.subscribe("t", client.take))
         await asyncio.sleep(0)
         log = worker.engine.pool.log
-        assert log.names(Tier.DISK) == (logged[-1] if logged else frozenset())
+        assert log.hashes(Tier.DISK) == (logged[-1] if logged else frozenset())
         assert (await worker.info()).disk_byte_s > 0.0
         for number, prompt in enumerate(asked):
             await client.answer(number, prompt)
         await written(executor)
         await asyncio.sleep(0)  # the writes that have ended are told
-        logged.append(log.names(Tier.DISK))
+        logged.append(log.hashes(Tier.DISK))
         listening.cancel()
         await worker.close()
-    assert logged[0] and logged[0] <= {name for prompt in prompts for name in chain(prompt)}
+    assert logged[0] and logged[0] <= {prefix_hash for prompt in prompts for prefix_hash in prefix_hashes(prompt)}
 
 
 async def test_a_worker_reads_what_another_has_stored_and_its_log_has_it(
     tiny: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one runs at first, and has ended later. Each prompt has one name: its first 128 tokens.
+    """The other one runs at first, and has ended later. Each prompt has one prefix hash: of its first 128 tokens.
 
     Whatever is on the disk is read, however slow that is.
     """
@@ -235,11 +235,11 @@ async def test_a_worker_reads_what_another_has_stored_and_its_log_has_it(
         await written(executors[0])  # it drops blocks while its host memory is full of others
     logs = [client.worker.engine.pool.log for client in clients]
     async with asyncio.timeout(WAIT_S):
-        while len(logs[0].names(Tier.DISK)) < 3 or logs[1].names(Tier.DISK) != logs[0].names(Tier.DISK):
+        while len(logs[0].hashes(Tier.DISK)) < 3 or logs[1].hashes(Tier.DISK) != logs[0].hashes(Tier.DISK):
             await asyncio.sleep(0.01)
-    names = logs[0].names(Tier.DISK)
-    assert names <= {name for prompt in prompts for name in chain(prompt)}
-    on_disk = [number for number, prompt in enumerate(prompts) if set(chain(prompt)) <= names]
+    hashes = logs[0].hashes(Tier.DISK)
+    assert hashes <= {prefix_hash for prompt in prompts for prefix_hash in prefix_hashes(prompt)}
+    on_disk = [number for number, prompt in enumerate(prompts) if set(prefix_hashes(prompt)) <= hashes]
     del on_disk[-1]  # perhaps its tail alone: the device evicts that first
     for number in on_disk:
         if number == on_disk[-1]:  # what has ended is read too
@@ -258,8 +258,8 @@ def read_within_steps(executor: Rank, disk: DiskCache) -> None:
     read, execute = disk.read, executor.execute
     wanted: list[Callable[[], None]] = []
 
-    def wait(name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
-        wanted.append(partial(read, name, block, timeout_s, done))
+    def wait(block_hash: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+        wanted.append(partial(read, block_hash, block, timeout_s, done))
 
     async def execute_and_read(plan: StepPlan) -> StepResult:
         for each in wanted:

@@ -118,16 +118,16 @@ async def test_a_lost_rank_ends_a_read_and_what_is_forgotten_is_gone_on_all_rank
     shared = SharedMemory()
     executor = await open_gang(made, nine_heads, "w-1", RankTasks(lambda _: nine_heads, shared), shared)
     (disk,) = executor.stores(lambda: None)
-    disk.watch(lambda name, prefix: None, lambda name: None)
+    disk.watch(lambda block_hash, prefix: None, lambda block_hash: None)
     assert isinstance(disk, GangStore) and isinstance(disk._own, DiskCache)
-    first, second = disk._own.store.names[:2]
+    first, second = disk._own.store.block_hashes[:2]
 
-    async def arrives(name: bytes) -> bool:
+    async def arrives(block_hash: bytes) -> bool:
         told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        disk.read(name, 0, WAIT_S, lambda arrived, _: told.set_result(arrived))
+        disk.read(block_hash, 0, WAIT_S, lambda arrived, _: told.set_result(arrived))
         return await asyncio.wait_for(told, WAIT_S)
 
-    def lost(self: RemoteRank, tier: Tier, name: bytes, block: int, timeout_s: float) -> "asyncio.Future[bool]":
+    def lost(self: RemoteRank, tier: Tier, block_hash: bytes, block: int, timeout_s: float) -> "asyncio.Future[bool]":
         reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_soon(reply.set_exception, RankLost("gone"))
         return reply
@@ -139,5 +139,5 @@ async def test_a_lost_rank_ends_a_read_and_what_is_forgotten_is_gone_on_all_rank
     disk.forget([first])
     assert not await arrives(first) and await arrives(second)
     (other,) = executor._others
-    assert [await other.read_block(Tier.DISK, name, 0, WAIT_S) for name in (first, second)] == [False, True]
+    assert [await other.read_block(Tier.DISK, block_hash, 0, WAIT_S) for block_hash in (first, second)] == [False, True]
     await executor.close()

@@ -62,7 +62,7 @@ async def answers(
         async with asyncio.timeout(WAIT_S):
             while tier._tasks:  # writes that are still in progress
                 await asyncio.sleep(0.001)
-        assert worker.engine.pool.log.names(Tier.REMOTE) <= {*worker.engine._stores[0]._prefixes.values()}
+        assert worker.engine.pool.log.hashes(Tier.REMOTE) <= {*worker.engine._stores[0]._prefixes.values()}
     listening.cancel()
     await worker.close()
     return tokens, cached, tier

@@ -8,12 +8,12 @@ from msgspec import structs
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.policy import open_policy
-from cluster.policy.routing.prefix_index import Match, chain
+from cluster.policy.routing.prefix_index import Match, prefix_hashes
 from cluster.policy.routing.router import Placement
 from diptych.view import ClusterView
 from tests.policy.views import SIMPLE, Story, changed, request, spec, view, worker
 from workers.config import ByteSize, CacheConfig
-from workers.kv_events import KVEvents, NameChanges
+from workers.kv_events import HashChanges, KVEvents
 from workers.request import SLO
 
 TWO = view(worker("p0"), worker("p1"), worker("d0"))
@@ -33,11 +33,11 @@ def test_mooncake_goes_where_the_prefix_is() -> None:
 def test_reported_prefixes_count_and_evicted_ones_do_not() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
     assert story.policy.uses_prefix_index
-    names = tuple(chain(wanted.prompt))
-    story.policy.index.take("p1", "1", KVEvents(0, 7, 7, 128, whole=True, device=NameChanges(names)))
+    hashes = tuple(prefix_hashes(wanted.prompt))
+    story.policy.index.take("p1", "1", KVEvents(0, 7, 7, 128, whole=True, device=HashChanges(hashes)))
     found = story.choose(TWO, wanted)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 7 * 128)
-    story.policy.index.take("p1", "1", KVEvents(7, 9, 9, 128, device=NameChanges(removed=names[2:])))
+    story.policy.index.take("p1", "1", KVEvents(7, 9, 9, 128, device=HashChanges(removed=hashes[2:])))
     story.now_s += 1.0
     found = story.choose(TWO, wanted)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 2 * 128)
@@ -46,7 +46,7 @@ def test_reported_prefixes_count_and_evicted_ones_do_not() -> None:
 def test_a_restarted_worker_counts_as_empty() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
     story.policy.index.take(
-        "p1", "0", KVEvents(0, 7, 7, 128, whole=True, device=NameChanges(tuple(chain(wanted.prompt))))
+        "p1", "0", KVEvents(0, 7, 7, 128, whole=True, device=HashChanges(tuple(prefix_hashes(wanted.prompt))))
     )
     found = story.choose(TWO, wanted)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p0", 0)
@@ -55,8 +55,8 @@ def test_a_restarted_worker_counts_as_empty() -> None:
 def test_an_answer_that_the_client_has_is_looked_up_too() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=200)
     again = replace(wanted, generated=tuple(range(200, 300)))
-    names = chain((*again.prompt, *again.generated))
-    story.policy.index.take("p1", "1", KVEvents(0, 2, 2, 128, whole=True, device=NameChanges(tuple(names))))
+    hashes = prefix_hashes((*again.prompt, *again.generated))
+    story.policy.index.take("p1", "1", KVEvents(0, 2, 2, 128, whole=True, device=HashChanges(tuple(hashes))))
     found = story.choose(TWO, again)
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 256)
 
@@ -119,8 +119,8 @@ def test_mooncake_fetches_a_prefix_to_where_the_queue_is_shorter() -> None:
 def test_of_equal_owners_the_one_with_the_fewest_readers_lends(routing: str) -> None:
     story, wanted = Story(routing, slo=SLO(ttft_s=4.0)), request("a", length=1000)
     for owner in ("p0", "p1"):
-        names = tuple(chain(wanted.prompt))
-        story.policy.index.take(owner, "1", KVEvents(0, 7, 7, 128, whole=True, device=NameChanges(names)))
+        hashes = tuple(prefix_hashes(wanted.prompt))
+        story.policy.index.take(owner, "1", KVEvents(0, 7, 7, 128, whole=True, device=HashChanges(hashes)))
     for readers, lender in (((3, 1), "p1"), ((1, 3), "p0")):
         owners = (worker(f"p{place}", queued_tokens=9000, leases=leases) for place, leases in enumerate(readers))
         placement = story.choose(view(*owners, worker("p2"), worker("d0")), wanted)
@@ -146,8 +146,8 @@ def test_mooncake_fetches_from_host_memory_what_half_of_the_free_blocks_take_and
 ) -> None:
     cost = replace(SIMPLE, swap_byte_s=1e-9)
     story, wanted = Story("mooncake", cost=cost), request("a", length=1000)
-    names = tuple(chain(wanted.prompt))
-    tiers = {"device": NameChanges(names[:2]), "host": NameChanges(names[2:6]), "disk": NameChanges(names[6:])}
+    hashes = tuple(prefix_hashes(wanted.prompt))
+    tiers = {"device": HashChanges(hashes[:2]), "host": HashChanges(hashes[2:6]), "disk": HashChanges(hashes[6:])}
     story.policy.index.take("p0", "1", KVEvents(0, 7, 7, 128, whole=True, **tiers))
     at_home = story.choose(TWO, wanted)
     assert isinstance(at_home, Placement) and (at_home.prefill, at_home.cached_tokens) == ("p0", 768), "no host cache"
@@ -195,7 +195,7 @@ def test_a_worker_is_chosen_that_can_read_what_another_one_stored() -> None:
     story, wanted = Story("mooncake-local", cost=SIMPLE), request("a", length=1000)
     story.policy = open_policy(replace(made, pools=pools), seed=0)
     index, events = story.policy.index, KVEvents(0, 7, 7, 128, whole=True)
-    index.take("p0", "1", structs.replace(events, remote=NameChanges(tuple(chain(wanted.prompt)))), server="s")
+    index.take("p0", "1", structs.replace(events, remote=HashChanges(tuple(prefix_hashes(wanted.prompt)))), server="s")
     index.take("p1", "1", events, server="s")
     index.take("p2", "1", events, server="t")
     reader = {"kv_token_bytes": 1, "remote_byte_s": 1e-5}

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
-from workers.kv_events import KVEvents, NameChanges
+from cluster.policy.routing.prefix_index import Match, PrefixIndex, prefix_hashes
+from workers.kv_events import HashChanges, KVEvents
 
 WORKERS = [f"w{number}" for number in range(20)]
 who = st.sampled_from(WORKERS[:4])
@@ -21,30 +21,33 @@ some = st.lists(st.integers(1, 6), max_size=6, unique=True)
 def news(
     added: list[int], removed: Sequence[int] = (), *, tier: str = "device", whole: bool = False, grain: int = 1
 ) -> KVEvents:
-    return KVEvents(0, 1, 1, grain, whole, **{tier: NameChanges(tuple(added), tuple(removed))})
+    return KVEvents(0, 1, 1, grain, whole, **{tier: HashChanges(tuple(added), tuple(removed))})
 
 
 def test_chains_are_equal_as_far_as_tokens_are() -> None:
-    assert chain(range(10), 4) == chain((*range(8), 77), 4)
-    assert chain(range(10), 4) != chain((0, 9, *range(2, 10)), 4)
-    assert chain((1, 2, 3, 4, 1, 2, 3, 4), 4)[0] != chain((1, 2, 3, 4, 1, 2, 3, 4), 4)[1]
-    assert chain(range(3), 4) == []
-    assert not {*chain(range(10), 4, salt="a")} & {*chain(range(10), 4, salt="b"), *chain(range(10), 4)}
-    assert chain([1, 2, -1, 4], 2) == chain([1, 2], 2), "no worker takes such a token"
+    assert prefix_hashes(range(10), 4) == prefix_hashes((*range(8), 77), 4)
+    assert prefix_hashes(range(10), 4) != prefix_hashes((0, 9, *range(2, 10)), 4)
+    assert prefix_hashes((1, 2, 3, 4, 1, 2, 3, 4), 4)[0] != prefix_hashes((1, 2, 3, 4, 1, 2, 3, 4), 4)[1]
+    assert prefix_hashes(range(3), 4) == []
+    assert not {*prefix_hashes(range(10), 4, salt="a")} & {
+        *prefix_hashes(range(10), 4, salt="b"),
+        *prefix_hashes(range(10), 4),
+    }
+    assert prefix_hashes([1, 2, -1, 4], 2) == prefix_hashes([1, 2], 2), "no worker takes such a token"
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 7), st.data())
 def test_a_chain_goes_on_from_any_part_of_it(tokens: list[int], grain: int, data: st.DataObject) -> None:
-    whole = chain(tokens, grain)
-    assert len(whole) == len(tokens) // grain and all(0 <= name < 2**60 for name in whole)
+    whole = prefix_hashes(tokens, grain)
+    assert len(whole) == len(tokens) // grain and all(0 <= prefix_hash < 2**60 for prefix_hash in whole)
     part = data.draw(st.integers(0, len(whole)))
-    assert chain(tokens, grain, whole[:part]) == whole
+    assert prefix_hashes(tokens, grain, whole[:part]) == whole
 
 
 def test_a_lookup_returns_the_matched_length_of_each_worker() -> None:
     index = PrefixIndex(grain=128)
-    for worker, names in (("a", [1, 2, 3]), ("b", [1, 2]), ("c", [2, 3]), ("d", [1, 3])):
-        index.take(worker, "1", news(names, grain=128))
+    for worker, hashes in (("a", [1, 2, 3]), ("b", [1, 2]), ("c", [2, 3]), ("d", [1, 3])):
+        index.take(worker, "1", news(hashes, grain=128))
     assert index.matches([1, 2, 3, 4]) == {"a": Match(384), "b": Match(256), "d": Match(128)}
     assert index.matches([]) == {} == index.matches([9])
 
@@ -52,21 +55,21 @@ def test_a_lookup_returns_the_matched_length_of_each_worker() -> None:
 def test_who_computed_an_answer_has_it_to_its_end() -> None:
     index = PrefixIndex(grain=4)
     answered = (*range(10), 50)  # the KV of the last token was never computed
-    names = chain(range(8), 4)
+    hashes = prefix_hashes(range(8), 4)
     for worker in ("prefill", "decode"):
-        index.take(worker, "1", news(names, grain=4))
+        index.take(worker, "1", news(hashes, grain=4))
     index.answered("decode", answered)
     index.answered("gone", answered)
     index.answered("decode", (1, 2, 3))  # too short for a name
 
     def found(*prompt: int) -> dict[str, Match]:
-        return index.matches(chain(prompt, 4), prompt=prompt)
+        return index.matches(prefix_hashes(prompt, 4), prompt=prompt)
 
     assert found(*answered, 60, 70) == {"prefill": Match(8), "decode": Match(10)}
     assert found(*answered) == {"prefill": Match(8), "decode": Match(10)}
     assert found(*range(9), 77, 50) == {"prefill": Match(8), "decode": Match(8)}, "another answer"
     assert found(*range(4), 9, 9, 9, 9) == {"prefill": Match(4), "decode": Match(4)}
-    index.take("decode", "1", news([], names[1:], grain=4))
+    index.take("decode", "1", news([], hashes[1:], grain=4))
     assert found(*answered) == {"prefill": Match(8), "decode": Match(4)}, "it was evicted"
     index.answered("prefill", answered)
     assert found(*answered) == {"prefill": Match(10), "decode": Match(4)}
@@ -76,10 +79,10 @@ def test_few_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.policy.routing.prefix_index.MAX_ANSWERS", 2)
     index = PrefixIndex(grain=4)
     prompts = [(first, 1, 2, 3, 4, 5) for first in range(3)]
-    index.take("a", "1", news([name for each in prompts for name in chain(each, 4)], grain=4))
+    index.take("a", "1", news([prefix_hash for each in prompts for prefix_hash in prefix_hashes(each, 4)], grain=4))
     for each in prompts:
         index.answered("a", each)
-    assert [index.matches(chain(each, 4), prompt=each)["a"].tokens for each in prompts] == [4, 5, 5]
+    assert [index.matches(prefix_hashes(each, 4), prompt=each)["a"].tokens for each in prompts] == [4, 5, 5]
 
 
 def test_larger_blocks_have_names_further_apart() -> None:
@@ -87,10 +90,10 @@ def test_larger_blocks_have_names_further_apart() -> None:
     index.take("a", "1", news([1, 2, 3], grain=128))
     index.take("b", "1", news([4, 8], grain=512))
     index.take("c", "1", news([3, 6], grain=384))
-    names = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert index.matches(names) == {"a": Match(384), "b": Match(1024), "c": Match(768)}
+    hashes = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert index.matches(hashes) == {"a": Match(384), "b": Match(1024), "c": Match(768)}
     index.take("b", "2", news([1], grain=128))
-    assert index.matches(names) == {"a": Match(384), "b": Match(128), "c": Match(768)}
+    assert index.matches(hashes) == {"a": Match(384), "b": Match(128), "c": Match(768)}
 
 
 def test_blocks_in_host_memory_and_on_a_disk_count_separately() -> None:
@@ -114,7 +117,7 @@ def test_what_one_worker_knows_of_a_server_all_that_use_it_can_read() -> None:
     index.take("b", "1", news([1, 2]), server="s")
     index.take("c", "1", news([1]), server="t")
     assert index.matches([1, 2, 3, 4, 5]) == {"a": Match(4, 0, 0, 4), "b": Match(4, 0, 0, 2), "c": Match(1)}
-    assert sum(map(len, index._remote._names.values())) == 4, "no worker's own"
+    assert sum(map(len, index._remote._hashes.values())) == 4, "no worker's own"
     index.take("b", "1", news([4], tier="remote"), server="s")
     index.take("a", "1", news([], [4], tier="remote"), server="s")
     assert index.matches([1, 2, 3, 4])["a"] == Match(4, 0, 0, 4), "b still knows it"
@@ -207,11 +210,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.remote.pop(worker, None)
         self.hopes = [hope for hope in self.hopes if hope[1] != worker]
 
-    @rule(worker=who, names=some)
-    def expect(self, worker: str, names: list[int]) -> None:
+    @rule(worker=who, hashes=some)
+    def expect(self, worker: str, hashes: list[int]) -> None:
         self.keys += 1
-        self.index.expect(f"r{self.keys}", worker, str(self.lives.get(worker, 0)), names)
-        fresh = set(names) - self.device.get(worker, set())
+        self.index.expect(f"r{self.keys}", worker, str(self.lives.get(worker, 0)), hashes)
+        fresh = set(hashes) - self.device.get(worker, set())
         self.hopes.append([f"r{self.keys}", worker, fresh, float("inf")])
 
     @rule(number=st.integers(0, 9))
@@ -229,7 +232,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_lookup_is_what_the_sets_say(self) -> None:
-        for names in ([1, 2, 3, 4, 5, 6], [6, 5, 4], [3, 1, 2]):
+        for hashes in ([1, 2, 3, 4, 5, 6], [6, 5, 4], [3, 1, 2]):
             expected = {}
             for worker in WORKERS[:4]:
                 ready = set(self.device.get(worker, ()))
@@ -237,14 +240,16 @@ class IndexMachine(RuleBasedStateMachine):
                 host = self.host.get(worker, set()) - ready
                 disk = self.disk.get(worker, set()) - ready - host
                 server = SERVERS.get(worker, worker) if worker in self.known else ""
-                told = [names for each, names in self.remote.items() if SERVERS.get(each, each) == server]
+                told = [hashes for each, hashes in self.remote.items() if SERVERS.get(each, each) == server]
                 remote = set().union(*told) - ready - host - disk
                 grain = self.grains.get(worker, 1) if worker in self.known else 1
-                found = list(takewhile((ready | host | disk | remote).__contains__, names[grain - 1 :: grain]))
+                found = list(takewhile((ready | host | disk | remote).__contains__, hashes[grain - 1 :: grain]))
                 if found:
-                    behind = (sum(name in tier for name in found) * grain for tier in (host, disk, remote))
+                    behind = (
+                        sum(prefix_hash in tier for prefix_hash in found) * grain for tier in (host, disk, remote)
+                    )
                     expected[worker] = Match(len(found) * grain, *behind)
-            assert self.index.matches(names, self.now_s) == expected
+            assert self.index.matches(hashes, self.now_s) == expected
 
     def teardown(self) -> None:
         for worker in WORKERS[:4]:
@@ -271,11 +276,11 @@ def test_endless_changes_of_a_worker_take_bounded_memory() -> None:
     for first in range(0, 50_000, 100):
         index.take("a", "1", news(list(range(first, first + 100)), list(range(first - 500, first - 400))))
     assert len(index._device.holders) == 500
-    assert max(len(names) for names in index._device._names.values()) < 3000
+    assert max(len(hashes) for hashes in index._device._hashes.values()) < 3000
 
 
 def test_a_full_index_knows_no_further_names_until_others_are_gone() -> None:
-    index = PrefixIndex(grain=1, max_names=3)
+    index = PrefixIndex(grain=1, max_hashes=3)
     index.take("a", "1", news([1, 2, 3]))
     index.take("b", "1", news([1, 4]))
     assert index.matches([1]) == {"a": Match(1), "b": Match(1)} and index.matches([4]) == {}

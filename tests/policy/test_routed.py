@@ -10,7 +10,7 @@ import pytest
 
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Accepted, Rejected
-from cluster.policy.routing.prefix_index import Match, chain
+from cluster.policy.routing.prefix_index import Match, prefix_hashes
 from cluster.spec import ROUTING, ClusterSpec, Role
 from kvtransfer.ticket import TransferTicket
 from tests.cluster.local import Cluster, cluster, completed, in_virtual_time, request, split_spec, tokens_of
@@ -129,7 +129,7 @@ async def fetched(subject: Cluster) -> int:
 def cached(subject: Cluster, wanted: Request) -> dict[str, Match]:
     """What the gateway knows of the workers' caches."""
     now_s = asyncio.get_running_loop().time()
-    return subject.dispatcher._policy.index.matches(chain(wanted.prompt), now_s)
+    return subject.dispatcher._policy.index.matches(prefix_hashes(wanted.prompt), now_s)
 
 
 OWNERS = pytest.mark.parametrize("owner", ["prefill-0", "decode-0"])

@@ -17,7 +17,7 @@ from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.lending import Lending
-from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
+from cluster.policy.routing.prefix_index import Match, PrefixIndex, prefix_hashes
 from cluster.policy.routing.router import Placement, PlacementRequest, SentWork
 from cluster.policy.routing.slo.exhaustive import AllWorkers
 from cluster.policy.routing.slo.router import MAX_EXHAUSTIVE, SLORouter
@@ -30,7 +30,7 @@ from diptych.view import ClusterView, WorkerState, WorkerView
 from tests.policy.test_policy import steps
 from tests.policy.views import BLOCK, BLOCKS, SIMPLE, request, spec, worker
 from workers.costs import CostModel, LinearCost
-from workers.kv_events import KVEvents, NameChanges
+from workers.kv_events import HashChanges, KVEvents
 from workers.profiles.computed import roofline
 from workers.profiles.hardware import hardware_of
 from workers.profiles.shapes import shape_of
@@ -140,17 +140,17 @@ def test_a_shortlist_and_an_exhaustive_search_find_the_same_prefix_owner(
     cached: dict[str, int] = {}  # that it can lend: half of its free blocks for what is in host memory, none on a disk
     for name, depth, (host, disk, remote) in zip(names, depths, behind, strict=True):
         parts = (depth, depth + host, depth + host + disk, depth + host + disk + remote)
-        left = chain(wanted.prompt)
+        left = prefix_hashes(wanted.prompt)
         device, on_host, on_disk, on_server = (left[first:last] for first, last in pairwise((0, *parts)))
         tiers = {"device": device, "host": on_host, "disk": on_disk, "remote": on_server}
-        changes = {tier: NameChanges(tuple(there)) for tier, there in tiers.items()}
+        changes = {tier: HashChanges(tuple(there)) for tier, there in tiers.items()}
         index.take(name, "1", KVEvents(0, 1, 1, 128, whole=True, **changes), "st"[len(device) % 2])
         cached[name] = min(499, 128 * len(device) + min(128 * len(on_host), (BLOCKS - used) * BLOCK // 2))
     ask = PlacementRequest(ClusterView(1, "c", None, workers, unlinked=pairs), wanted, now_s=1000.0)
     table = WorkerTable(latency, active, index, TARGET.tpot_s)
-    short = shortlist(table, ask, lambda: index.depths(chain(wanted.prompt), 1000.0), 9, 0)
+    short = shortlist(table, ask, lambda: index.depths(prefix_hashes(wanted.prompt), 1000.0), 9, 0)
     assert short is not None
-    known = index.matches(chain(wanted.prompt), 1000.0)
+    known = index.matches(prefix_hashes(wanted.prompt), 1000.0)
     assert all(short.match(each) == known.get(each.name, Match(0)) for each in workers)
     whole = AllWorkers(ask, lambda each: known.get(each.name, Match(0)), latency)
     found = whole.prefix_owner(own, names[reader])

@@ -117,7 +117,7 @@ def test_counts_add_up_and_labels_are_bounded(ended: list[Ended]) -> None:
 def test_metrics_count_migrations_and_role_changes() -> None:
     moves = ("requeue", "moved", 4), ("role", "stayed", 1)
     result = replace(standing(), moves=moves, moved_bytes=5000, role_changes=(("decode", "prefill", 2),))
-    result = replace(result, dropped_names=(("disk", 7),))
+    result = replace(result, dropped_hashes=(("disk", 7),))
     lines = exposition(result, "g").splitlines()
     for line in (
         'diptych_migrations_total{gateway="g",outcome="moved",reason="requeue"} 4.0',

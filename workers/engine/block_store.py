@@ -34,29 +34,29 @@ class BlockStore(Protocol):
     shared_as: str
 
     def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
-        """The prefix names of what is known to be there, by content hash; the caller's. Empty if it takes a round trip.
+        """The prefix hashes of what is known to be there, by block hash; the caller's. Empty if it takes a round trip.
 
-        From now on `added` gets the content hash and the prefix name of what other workers have stored, and `gone`
+        From now on `added` gets the block hash and the prefix hash of what other workers have stored, and `gone`
         each content hash that can no longer be read, as far as this worker knows.
         """
         ...
 
-    def find(self, names: Items[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
-        """Tell how many of the first names can be read: a hint, since reads of them may still miss. 0 if it is late."""
+    def find(self, hashes: Items[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+        """Tell how many of the first can be read: a hint, since reads of them may still miss. 0 if it is late."""
         ...
 
-    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
-        """Store this host block, which stays as it is until `done`. `prefix`: the cache log's name for it.
+    def write(self, block_hash: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+        """Store this host block, which stays as it is until `done`. `prefix`: the prefix hash that ends with it.
 
         `done` gets whether it is there and has not been reported as gone.
         """
         ...
 
-    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+    def read(self, block_hash: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         """Read into this host block. `done` gets whether it has arrived, and the seconds since the call."""
         ...
 
-    def forget(self, names: Iterable[bytes]) -> None:
+    def forget(self, hashes: Iterable[bytes]) -> None:
         """The content of these is in doubt: they must not arrive any more."""
         ...
 

@@ -1,6 +1,6 @@
 """The pool of KV blocks: reference counts, and the prefix cache.
 
-    free ──allocate──> held (references > 0) ──free, last reference──> free, or cached when its content has a name
+    free ──allocate──> held (references > 0) ──free, last reference──> free, or cached when it has a block hash
       ^                                                                  │
       └────────────────────── evicted, oldest first ─────────────────────┘
 
@@ -42,7 +42,7 @@ def tail_hash(tokens: Sequence[int], block_size: int, full: Sequence[bytes], sal
     return blake2b(parent + struct.pack(f"<{len(rest)}I", *rest), digest_size=16, person=b"tail").digest()
 
 
-def prefix_hashes(
+def block_hashes(
     tokens: Sequence[int], block_size: int, known: Sequence[bytes] = (), salt: str = "", end: int | None = None
 ) -> list[bytes]:
     """A hash for each full block: equal hashes mean equal tokens from position 0 on, and an equal salt.
@@ -56,20 +56,20 @@ def prefix_hashes(
 
 
 def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_size: int, salt: str, end: int) -> None:
-    """Add those of `prefix_hashes` that are missing."""
-    name = hashes[-1] if hashes else _root(salt)
+    """Add those of `block_hashes` that are missing."""
+    block_hash = hashes[-1] if hashes else _root(salt)
     fresh = tokens[len(hashes) * block_size : end // block_size * block_size]
     content, stride = struct.pack(f"<{len(fresh)}I", *fresh), 4 * block_size
     for start in range(0, len(content), stride):
-        name = blake2b(name + content[start : start + stride], digest_size=16).digest()
-        hashes.append(name)
+        block_hash = blake2b(block_hash + content[start : start + stride], digest_size=16).digest()
+        hashes.append(block_hash)
 
 
 class Cached(NamedTuple):
-    """A cached block, its content hash, and the cache log's name of the prefix that ends with it."""
+    """A cached block, its block hash, and the prefix hash that ends with it."""
 
     block: int
-    name: bytes
+    block_hash: bytes
     prefix: int | None
 
 
@@ -106,19 +106,19 @@ class BlockPool:
         self._end = num_blocks
         self._clean: list[int] = []  # heap of freed blocks: lowest ids first, so that runs are adjacent
         self._cached = BlockList(reserved)  # unreferenced but reusable, oldest first
-        self._names: list[bytes | None] = [None] * reserved  # content hash of each block, referenced or not
-        self._blocks: dict[bytes, int] = {}  # content hash -> block
-        self._prefixes: dict[int, int] = {}  # named block -> cache log name of the prefix that ends there
-        self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
+        self._block_hashes: list[bytes | None] = [None] * reserved  # of each block, referenced or not
+        self._blocks: dict[bytes, int] = {}  # block hash -> block
+        self._prefixes: dict[int, int] = {}  # block -> the prefix hash that ends there
+        self.digests: dict[int, tuple[bytes, ...]] = {}  # block -> digests of its cells on each rank
         self._transfers: list[tuple[int, ...]] = []  # which reads may still write to
-        self._fetched: set[int] = set()  # named blocks from another worker that no prompt has used yet
+        self._fetched: set[int] = set()  # cached blocks from another worker that no prompt has used yet
         self.hits = CacheHits()
         self.log = CacheLog(block_size)
         self.host = HostCache(host_blocks, self.log, max_pinned)
         self.forget_in_stores: Callable[[Sequence[bytes]], object] = len  # set by an Engine with stores
 
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._blocks
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._blocks
 
     @property
     def num_free(self) -> int:
@@ -150,7 +150,7 @@ class BlockPool:
         untouched = range(first, min(first + count - len(taken), self._end))
         if untouched:
             self._references += [0] * len(untouched)
-            self._names += [None] * len(untouched)
+            self._block_hashes += [None] * len(untouched)
             self._cached.grow(len(untouched))
             taken += block_ids(untouched.start, untouched.stop)
         while len(taken) < count:
@@ -171,7 +171,7 @@ class BlockPool:
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drop a reference. The tail is freed first, so that the head of an idle prefix survives longest."""
-        references, names, idle = self._references, self._names, []
+        references, hashes, idle = self._references, self._block_hashes, []
         for block in reversed(blocks):
             if block == ELSEWHERE:
                 continue
@@ -179,7 +179,7 @@ class BlockPool:
             assert left >= 0, f"block {block} is freed twice"
             if left:
                 continue
-            if names[block] is not None:
+            if hashes[block] is not None:
                 idle.append(block)
             else:
                 heapq.heappush(self._clean, block)
@@ -202,8 +202,8 @@ class BlockPool:
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known prefix, with one more reference each."""
         found = []
-        for name in hashes:
-            block = self._blocks.get(name)
+        for block_hash in hashes:
+            block = self._blocks.get(block_hash)
             if block is None:
                 break
             self._cached.discard(block)
@@ -213,7 +213,7 @@ class BlockPool:
 
     def num_known(self, hashes: Sequence[bytes]) -> int:
         """Length of the longest known prefix, in blocks."""
-        return next((place for place, name in enumerate(hashes) if name not in self._blocks), len(hashes))
+        return next((place for place, block_hash in enumerate(hashes) if block_hash not in self._blocks), len(hashes))
 
     def num_kept(self, hashes: Sequence[bytes]) -> int:
         """Length of the longest known prefix and of what goes on in host memory, in blocks."""
@@ -221,30 +221,31 @@ class BlockPool:
         behind = (place for place in range(here, len(hashes)) if hashes[place] not in self.host)
         return next(behind, len(hashes))
 
-    def name(self, block: int, content: bytes, prefix: int | None = None, *, fetched: bool = False) -> None:
-        """As `name_all`, of one block. `prefix`: as in `prefixes`. `fetched`: another worker has computed it."""
+    def cache_block(self, block: int, content: bytes, prefix: int | None = None, *, fetched: bool = False) -> None:
+        """As `cache_blocks`, of one block. `prefix`: as in `prefixes`. `fetched`: another worker has computed it."""
         is_new = self._prefix_caching and content not in self._blocks
-        self.name_all((block,), (content,), {} if prefix is None else {block: prefix})
+        self.cache_blocks((block,), (content,), {} if prefix is None else {block: prefix})
         if fetched and is_new:
             self._fetched.add(block)
 
-    def name_all(self, blocks: Sequence[int], contents: Sequence[bytes], prefixes: Mapping[int, int]) -> None:
+    def cache_blocks(self, blocks: Sequence[int], contents: Sequence[bytes], prefixes: Mapping[int, int]) -> None:
         """Held blocks are computed and have these hashes. The first block with a hash keeps it.
 
-        A tail block that has been filled since gets its new hash instead. `prefixes`: by block, the cache log's name of
-        the prefix that ends with it, for those that have one.
+        A tail block that has been filled since gets its new hash instead. `prefixes`: by block, the prefix hash that
+        ends with it, for those that have one.
         """
         if not self._prefix_caching:
             return
-        known, names, references, has_pins = self._blocks, self._names, self._references, self.host.pins.most > 0
+        known, hashes, references = self._blocks, self._block_hashes, self._references
+        has_pins = self.host.pins.most > 0
         for block, content in zip(blocks, contents, strict=True):
-            assert references[block] > 0, f"block {block} is named but not held"
+            assert references[block] > 0, f"block {block} is cached but not held"
             if content in known:
                 continue
-            if names[block] is not None:
+            if hashes[block] is not None:
                 self._forget(block)
             known[content] = block
-            names[block] = content
+            hashes[block] = content
             if has_pins:
                 self.host.on_device(content)
             if block in prefixes:
@@ -259,27 +260,27 @@ class BlockPool:
         if len(self._clean) + self._end - len(self._references) >= among:
             return []
         oldest = map(self._as_cached, islice(self._cached, among))
-        going = [each for each in oldest if each.name not in self.host][:most]
+        going = [each for each in oldest if each.block_hash not in self.host][:most]
         for block, _, _ in going:
             self._cached.discard(block)
             self._references[block] = 1
         return going
 
     def _as_cached(self, block: int) -> Cached:
-        name = self._names[block]
-        assert name is not None, f"block {block} is cached but not named"
-        return Cached(block, name, self._prefixes.get(block))
+        block_hash = self._block_hashes[block]
+        assert block_hash is not None, f"block {block} is cached without a hash"
+        return Cached(block, block_hash, self._prefixes.get(block))
 
     def hold_unsaved(self, most: int) -> list[Cached]:
         """Up to `most` pinned blocks that are here and not in host memory, with one more reference each."""
         held = []
-        for name in [*islice(self.host.unsaved, most)]:
-            del self.host.unsaved[name]  # again when it is named again
-            for block in self.match([name]):
-                held.append(Cached(block, name, self._prefixes.get(block)))
+        for block_hash in [*islice(self.host.unsaved, most)]:
+            del self.host.unsaved[block_hash]  # again when it is cached again
+            for block in self.match([block_hash]):
+                held.append(Cached(block, block_hash, self._prefixes.get(block)))
         return held
 
-    def pin(self, names: Sequence[bytes], ttl_s: float, now_s: float) -> None:
+    def pin(self, hashes: Sequence[bytes], ttl_s: float, now_s: float) -> None:
         """As `HostCache.pin`, and save what the device has.
 
         Raises `InvalidRequest` where nothing may be pinned, `Overloaded` beside too many other pins.
@@ -287,13 +288,13 @@ class BlockPool:
         pins = self.host.pins
         if not pins.most:
             raise InvalidRequest("pin", "nothing can be pinned here; give the pool cache: {host: 8GiB, pins: 1GiB}")
-        if missing := pins.num_missing(names):
+        if missing := pins.num_missing(hashes):
             room = f"{len(pins)} of at most {pins.most} blocks are pinned already"
             raise Overloaded(f"the prompt needs {missing} blocks more than may be pinned: {room}", retry_after_s=1.0)
-        self.host.pin(names, ttl_s, now_s)
-        for name in names:
-            if name in self._blocks:
-                self.host.on_device(name)
+        self.host.pin(hashes, ttl_s, now_s)
+        for block_hash in hashes:
+            if block_hash in self._blocks:
+                self.host.on_device(block_hash)
 
     def free_oldest(self, blocks: Sequence[int]) -> None:
         """Drop a reference: blocks without another one are cached again, and evicted next in this order."""
@@ -307,8 +308,8 @@ class BlockPool:
         """Remove these hashes from all tiers, because their content is in doubt; owners keep the blocks."""
         self.host.forget(hashes)
         self.forget_in_stores(hashes)
-        for name in hashes:
-            block = self._blocks.get(name)
+        for block_hash in hashes:
+            block = self._blocks.get(block_hash)
             if block is None:
                 continue
             self._forget(block)
@@ -319,8 +320,8 @@ class BlockPool:
         """Whether more than `owners` hold the block, so that none of them may write into it."""
         return self._references[block] > owners
 
-    def is_named(self, block: int) -> bool:
-        return self._names[block] is not None
+    def has_hash(self, block: int) -> bool:
+        return self._block_hashes[block] is not None
 
     def clear_cache(self) -> None:
         """Evict every unreferenced prefix, also on the host."""
@@ -331,9 +332,9 @@ class BlockPool:
             heapq.heappush(self._clean, block)
 
     def _forget(self, block: int) -> None:
-        name, self._names[block] = self._names[block], None
-        assert name is not None, f"block {block} has no name"
-        del self._blocks[name]
+        block_hash, self._block_hashes[block] = self._block_hashes[block], None
+        assert block_hash is not None, f"block {block} has no hash"
+        del self._blocks[block_hash]
         self.digests.pop(block, None)
         self._fetched.discard(block)
         prefix = self._prefixes.pop(block, None)
@@ -351,10 +352,10 @@ class BlockPool:
         assert len(expected) <= self._end, "more blocks were taken than there are"
         free = sorted([*self._clean, *self._cached])
         assert free == [b for b in range(self._first, len(expected)) if not expected[b]], "free list differs"
-        names = self._names
-        assert len(names) - names.count(None) == len(self._blocks), "a block and its name differ in number"
-        assert [names[block] for block in self._blocks.values()] == [*self._blocks], "a block has another name"
-        assert all(names[block] is not None for block in self.digests), "a digest outlived its block's name"
+        hashes = self._block_hashes
+        assert len(hashes) - hashes.count(None) == len(self._blocks), "a block and its hash differ in number"
+        assert [hashes[block] for block in self._blocks.values()] == [*self._blocks], "a block has another hash"
+        assert all(hashes[block] is not None for block in self.digests), "a digest outlived its block's hash"
         self.host.check()
-        assert all(names[block] is not None for block in self._prefixes), "a prefix outlived its block's name"
-        assert self.log.names(Tier.DEVICE) == set(self._prefixes.values()), "the log differs from what is cached"
+        assert all(hashes[block] is not None for block in self._prefixes), "a prefix outlived its block's hash"
+        assert self.log.hashes(Tier.DEVICE) == set(self._prefixes.values()), "the log differs from what is cached"

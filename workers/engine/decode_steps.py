@@ -1,6 +1,6 @@
 """Decode steps in a row of the same sequences, none of which ends: their commits, without building each step.
 
-Nothing but the next tokens changes in such steps: sequences grow, blocks fill up and are named, new blocks are
+Nothing but the next tokens changes in such steps: sequences grow, blocks fill up and are cached, new blocks are
 allocated. `DecodeSteps` does these in the order in which single steps do them. Pure.
 
 Source of the technique: multi-step scheduling, as in vLLM.
@@ -38,7 +38,7 @@ def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int, *, 
             return 0
         if sampling.stop_token_ids or sampling.grammar is not None or sampling.logprobs is not None:
             return 0
-        if not each.kv_dtype and each.num_named != each.num_computed // pool.block_size:
+        if not each.kv_dtype and each.num_cached_blocks != each.num_computed // pool.block_size:
             return 0
         most = min(most, each.max_length - len(each.tokens))
         if sampling.max_tokens is not None:
@@ -106,7 +106,7 @@ class DecodeSteps:
         filled = self._filled_after[self._ended % size]
         for each in filled:
             self._append(each)
-            self._kv.name_blocks(each)
+            self._kv.cache_blocks(each)
         for each in filled:
             if each.num_computed == len(each.blocks) * size:
                 each.blocks += self._pool.allocate(1)

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Items
 from workers.config import EngineConfig, TransferConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.block_store import BlockStore
-from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.engine.blocks import BlockPool, block_hashes
 from workers.engine.borrowing import Moves
 from workers.engine.catching_up import catches_up, unaffected
 from workers.engine.decode_steps import DecodeSteps, Sample, num_decode_steps
@@ -85,7 +85,7 @@ class Engine:
         self._leases = LeaseBook(self._pool, transfer.lease_s, digest=transfer.digest)
         self._loans = LoanBook(self._pool, transfer.lease_s)
         self._stores = [StoreTier(store, self._pool) for store in stores]
-        self._pool.forget_in_stores = lambda names: [store.forget(names) for store in self._stores]
+        self._pool.forget_in_stores = lambda hashes: [store.forget(hashes) for store in self._stores]
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self._prefix_fetches = PrefixFetches(self._pool, self._leases, prefix_blocks, self._estimate)
         self._loads = Loads(self._stores, self._pool, self._estimate, self._prefix_fetches)
@@ -159,8 +159,8 @@ class Engine:
         self._sequences.add(sequence)
         self._scheduler.queues.add(sequence)
         if len(self._pool.host.pins):
-            sequence.hashes = prefix_hashes(sequence.tokens, self._pool.block_size, salt=sequence.salt)
-            self._pool.host.pins.renew(sequence.hashes, now_s)
+            sequence.block_hashes = block_hashes(sequence.tokens, self._pool.block_size, salt=sequence.salt)
+            self._pool.host.pins.renew(sequence.block_hashes, now_s)
         if borrows:
             self._kv.moves.add(sequence)
         else:
@@ -173,19 +173,19 @@ class Engine:
 
         Raises `InvalidRequest` where nothing may be pinned, `Overloaded` beside too many other pins.
         """
-        self._pool.pin(self._names(request), ttl_s, now_s)
+        self._pool.pin(self._block_hashes(request), ttl_s, now_s)
 
     def unpin(self, request: Request | None) -> int:
         """Returns how many blocks of this prompt, or in all, were pinned."""
         host = self._pool.host
-        return host.unpin([*host.pins] if request is None else self._names(request))
+        return host.unpin([*host.pins] if request is None else self._block_hashes(request))
 
     def cached_tokens(self, request: Request) -> int:
         """How many of the prompt's first tokens are on the device or in host memory."""
-        return self._pool.num_kept(self._names(request)) * self._pool.block_size
+        return self._pool.num_kept(self._block_hashes(request)) * self._pool.block_size
 
-    def _names(self, request: Request) -> list[bytes]:
-        return prefix_hashes(request.prompt, self._pool.block_size, salt=request.cache_salt)
+    def _block_hashes(self, request: Request) -> list[bytes]:
+        return block_hashes(request.prompt, self._pool.block_size, salt=request.cache_salt)
 
     # ---- stepping ----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ PROTECTED_SHARE = 0.2  # of the blocks; see decision 0060
 
 
 class HostCache:
-    """Owned by a BlockPool. Its block ids are below `num_blocks`. `prefix`: a name in the cache log.
+    """Owned by a BlockPool. Its block ids are below `num_blocks`. `prefix`: the prefix hash that ends with a block.
 
     At most `max_pinned` blocks are pinned. `unsaved`: pinned, on the device, and not here yet.
     """
@@ -32,7 +32,7 @@ class HostCache:
         self._log = log
         self._free = dict.fromkeys(range(num_blocks))
         self._max_protected = int(num_blocks * PROTECTED_SHARE)
-        self._probation: OrderedDict[bytes, int] = OrderedDict()  # name -> host block, oldest first
+        self._probation: OrderedDict[bytes, int] = OrderedDict()  # block hash -> host block, oldest first
         self._protected: OrderedDict[bytes, int] = OrderedDict()  # the same, of those that were hit
         self._pinned: OrderedDict[bytes, int] = OrderedDict()  # the same, of those that are pinned
         self.pins = Pins(max_pinned)
@@ -41,8 +41,8 @@ class HostCache:
         self._held: dict[int, int] = {}  # block -> steps and writes to stores that use it
         self._loading: dict[int, bytes | None] = {}  # block -> what arrives from a store; None: no longer wanted
 
-    def __contains__(self, name: bytes) -> bool:
-        return self.block_of(name) is not None
+    def __contains__(self, block_hash: bytes) -> bool:
+        return self.block_of(block_hash) is not None
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected) + len(self._pinned)
@@ -52,15 +52,15 @@ class HostCache:
         """Pinned blocks that are here."""
         return len(self._pinned)
 
-    def save(self, name: bytes, prefix: int | None, busy: Collection[int]) -> int | None:
+    def save(self, block_hash: bytes, prefix: int | None, busy: Collection[int]) -> int | None:
         """The host block to which the current step copies this content. None: all are busy or held.
 
         `busy` blocks are read by the same step, which saves before it reads.
         """
-        assert name not in self, "saved twice"
+        assert block_hash not in self, "saved twice"
         block = self._take(busy)
         if block is not None:
-            self._add(name, block, prefix)
+            self._add(block_hash, block, prefix)
         return block
 
     def _take(self, busy: Collection[int] = ()) -> int | None:
@@ -78,45 +78,45 @@ class HostCache:
     def _is_idle(self, block: int, busy: Collection[int]) -> bool:
         return block not in busy and block not in self._held
 
-    def _add(self, name: bytes, block: int, prefix: int | None) -> None:
-        (self._pinned if name in self.pins else self._probation)[name] = block
-        self.unsaved.pop(name, None)
+    def _add(self, block_hash: bytes, block: int, prefix: int | None) -> None:
+        (self._pinned if block_hash in self.pins else self._probation)[block_hash] = block
+        self.unsaved.pop(block_hash, None)
         if prefix is not None:
-            self._prefixes[name] = prefix
+            self._prefixes[block_hash] = prefix
             self._log.add(Tier.HOST, prefix)
 
-    def pin(self, names: Sequence[bytes], ttl_s: float, now_s: float) -> None:
+    def pin(self, hashes: Sequence[bytes], ttl_s: float, now_s: float) -> None:
         """Keep these until `ttl_s` after their last use, from when they are here. `pins` has room for them."""
-        self.pins.add(names, ttl_s, now_s)
-        for name in names:
-            block = self._probation.pop(name, self._protected.pop(name, None))
+        self.pins.add(hashes, ttl_s, now_s)
+        for block_hash in hashes:
+            block = self._probation.pop(block_hash, self._protected.pop(block_hash, None))
             if block is not None:
-                self._pinned[name] = block
+                self._pinned[block_hash] = block
 
-    def unpin(self, names: Iterable[bytes]) -> int:
+    def unpin(self, hashes: Iterable[bytes]) -> int:
         """Returns how many of these were pinned. What is here stays until it is evicted."""
-        return self._release_pins(self.pins.remove(names))
+        return self._release_pins(self.pins.remove(hashes))
 
     def expire_pins(self, now_s: float) -> None:
         self._release_pins(self.pins.expire(now_s))
 
-    def _release_pins(self, names: Sequence[bytes]) -> int:
-        for name in reversed(names):  # so that tails are evicted first
-            self.unsaved.pop(name, None)
-            if (block := self._pinned.pop(name, None)) is not None:
-                self._probation[name] = block
-        return len(names)
+    def _release_pins(self, hashes: Sequence[bytes]) -> int:
+        for block_hash in reversed(hashes):  # so that tails are evicted first
+            self.unsaved.pop(block_hash, None)
+            if (block := self._pinned.pop(block_hash, None)) is not None:
+                self._probation[block_hash] = block
+        return len(hashes)
 
-    def on_device(self, name: bytes) -> None:
+    def on_device(self, block_hash: bytes) -> None:
         """The device has this content, which a step can save if it is pinned."""
-        if name in self.pins and name not in self:
-            self.unsaved[name] = None
+        if block_hash in self.pins and block_hash not in self:
+            self.unsaved[block_hash] = None
 
-    def block_of(self, name: bytes) -> int | None:
-        return self._probation.get(name, self._protected.get(name, self._pinned.get(name)))
+    def block_of(self, block_hash: bytes) -> int | None:
+        return self._probation.get(block_hash, self._protected.get(block_hash, self._pinned.get(block_hash)))
 
-    def prefix_of(self, name: bytes) -> int | None:
-        return self._prefixes.get(name)
+    def prefix_of(self, block_hash: bytes) -> int | None:
+        return self._prefixes.get(block_hash)
 
     def hold(self, block: int) -> None:
         """Keep the block's memory as it is until `release`, for a step in flight or a write to a store."""
@@ -135,19 +135,19 @@ class HostCache:
             self.hold(block)
         return taken
 
-    def load(self, name: bytes) -> int | None:
+    def load(self, block_hash: bytes) -> int | None:
         """A block into which a store may write this content until `loaded`. None: all are in use."""
         block = self._take()
         if block is not None:
-            self._loading[block] = name
+            self._loading[block] = block_hash
         return block
 
     def loaded(self, block: int, prefix: int | None, *, arrived: bool) -> bool:
         """The store no longer writes into the block. If its content has `arrived` and is wanted, it is cached: True."""
-        name = self._loading.pop(block)
-        is_wanted = arrived and name is not None and name not in self
-        if is_wanted and name is not None:
-            self._add(name, block, prefix)
+        block_hash = self._loading.pop(block)
+        is_wanted = arrived and block_hash is not None and block_hash not in self
+        if is_wanted and block_hash is not None:
+            self._add(block_hash, block, prefix)
         else:
             self._free[block] = None
         return is_wanted
@@ -157,48 +157,53 @@ class HostCache:
         """Blocks into which a store may write."""
         return set(self._loading)
 
-    def match(self, names: Sequence[bytes]) -> list[int]:
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The host blocks of the longest cached prefix of these, marked as hit so that tails are evicted first."""
         found = []
-        for name in names:
-            block = self.block_of(name)
+        for block_hash in hashes:
+            block = self.block_of(block_hash)
             if block is None:
                 break
             found.append(block)
-        for name, block in zip(reversed(names[: len(found)]), reversed(found), strict=True):
-            if name in self._pinned:
+        for block_hash, block in zip(reversed(hashes[: len(found)]), reversed(found), strict=True):
+            if block_hash in self._pinned:
                 continue
-            self._probation.pop(name, None)
-            self._protected[name] = block
-            self._protected.move_to_end(name)
+            self._probation.pop(block_hash, None)
+            self._protected[block_hash] = block
+            self._protected.move_to_end(block_hash)
         while len(self._protected) > self._max_protected:
-            name, block = self._protected.popitem(last=False)
-            self._probation[name] = block
+            block_hash, block = self._protected.popitem(last=False)
+            self._probation[block_hash] = block
         return found
 
-    def forget(self, names: Iterable[bytes]) -> None:
-        """Drop these names, because their content is in doubt."""
-        doubted = set(names)
-        for name in doubted:
-            self._drop(name)
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Drop these blocks, because their content is in doubt."""
+        doubted = set(hashes)
+        for block_hash in doubted:
+            self._drop(block_hash)
         for block, expected in self._loading.items():
             if expected in doubted:
                 self._loading[block] = None
 
-    def _drop(self, name: bytes) -> None:
-        block = self.block_of(name)
+    def _drop(self, block_hash: bytes) -> None:
+        block = self.block_of(block_hash)
         if block is None:
             return
         for segment in (self._probation, self._protected, self._pinned):
-            segment.pop(name, None)
+            segment.pop(block_hash, None)
         self._free[block] = None
-        prefix = self._prefixes.pop(name, None)
+        prefix = self._prefixes.pop(block_hash, None)
         if prefix is not None:
             self._log.remove(Tier.HOST, prefix)
 
     def clear(self) -> None:
         self.forget(
-            [*self._probation, *self._protected, *self._pinned, *(name for name in self._loading.values() if name)]
+            [
+                *self._probation,
+                *self._protected,
+                *self._pinned,
+                *filter(None, self._loading.values()),
+            ]
         )
 
     def check(self) -> None:
@@ -210,6 +215,6 @@ class HostCache:
         assert len(self.pins) <= self.pins.most and set(self._pinned) | set(self.unsaved) <= set(self.pins), (
             "pins differ"
         )
-        assert not any(name in self for name in self.unsaved), "what is here would be saved again"
-        assert all(name in self for name in self._prefixes), "a prefix outlived its content"
-        assert self._log.names(Tier.HOST) == set(self._prefixes.values()), "the log differs from what is cached"
+        assert not any(block_hash in self for block_hash in self.unsaved), "what is here would be saved again"
+        assert all(block_hash in self for block_hash in self._prefixes), "a prefix outlived its content"
+        assert self._log.hashes(Tier.HOST) == set(self._prefixes.values()), "the log differs from what is cached"

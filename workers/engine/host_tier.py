@@ -91,7 +91,7 @@ class HostTier:
         if not len(host) or sequence.wants_prompt_rows or first % size:
             return
         num_tokens, index = len(sequence.tokens), first // size
-        kept = host.match(sequence.hashes[index : (num_tokens - 1) // size])
+        kept = host.match(sequence.block_hashes[index : (num_tokens - 1) // size])
         end = first + len(kept) * size
         if not kept or not self._is_cheaper(len(kept), num_tokens, first, end):
             return
@@ -124,7 +124,7 @@ class HostTier:
             moves.saving += [each.block for each in ahead]
             going = [*going, *ahead]
         else:
-            going = [each for each in going if each.name in host.pins]
+            going = [each for each in going if each.block_hash in host.pins]
             self._num_dropped += len(moves.evicted) - len(going)
         self._save(going, moves)
         self.save_pinned(moves)
@@ -138,14 +138,14 @@ class HostTier:
     def _save(self, going: list[Cached], moves: StepCopies) -> None:
         host, busy = self._pool.host, {block for block, _ in moves.swap_in}
         for each in going:
-            if each.name in host:
+            if each.block_hash in host:
                 continue
-            target = host.save(each.name, each.prefix, busy)
+            target = host.save(each.block_hash, each.prefix, busy)
             if target is None:
                 self._num_dropped += 1
                 continue
             moves.swap_out.append((each.block, target))
-            moves.saved.append((each.name, target))
+            moves.saved.append((each.block_hash, target))
             self._hold([target], moves)
 
     def _hold(self, blocks: list[int], moves: StepCopies) -> None:
@@ -154,7 +154,7 @@ class HostTier:
         moves.held += blocks
 
     def take_saved(self) -> list[tuple[bytes, int]]:
-        """(name, host block) of what ended steps have saved since the last call."""
+        """(block hash, host block) of what ended steps have saved since the last call."""
         saved, self._saved = self._saved, []
         return saved
 

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool, extend_hashes, prefix_hashes, tail_hash
+from workers.engine.blocks import BlockPool, block_hashes, extend_hashes, tail_hash
 from workers.engine.borrowing import Moves
 from workers.engine.cache_hits import DEVICE, FETCHED
 from workers.engine.cache_log import Tier
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import HostTier, StepCopies
 from workers.engine.sequence import Sequence, State
-from workers.kv_events import GRAIN, chain, ends_of_names
+from workers.kv_events import GRAIN, prefix_hashes, prefix_hashes_of_blocks
 from workers.request import MIXED_KV
 
 
@@ -87,8 +87,8 @@ class KVCacheManager:
     def num_ready(self, sequence: Sequence) -> int:
         """How many of the prompt's tokens are on the device."""
         size = self._pool.block_size
-        sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes, sequence.salt)
-        return size * self._pool.num_known(sequence.hashes[: (len(sequence.tokens) - 1) // size])
+        sequence.block_hashes = block_hashes(sequence.tokens, size, sequence.block_hashes, sequence.salt)
+        return size * self._pool.num_known(sequence.block_hashes[: (len(sequence.tokens) - 1) // size])
 
     # ---- a sequence comes --------------------------------------------------------------------------------------
 
@@ -98,9 +98,9 @@ class KVCacheManager:
         A shared tail is copied at once: a lease of these blocks must name the one that will be written.
         """
         size = self._pool.block_size
-        sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes, sequence.salt)
+        sequence.block_hashes = block_hashes(sequence.tokens, size, sequence.block_hashes, sequence.salt)
         if sequence.request.fresh:
-            self._pool.forget(sequence.hashes)
+            self._pool.forget(sequence.block_hashes)
         for share_tail in (True, False) if sequence.request.group else (False,):
             shared, computed = self._known(sequence, share_tail=share_tail and not sequence.borrows)
             tail = shared[computed // size :]
@@ -113,7 +113,7 @@ class KVCacheManager:
                 sequence.blocks = shared[:num_kept] + self._pool.allocate(num_blocks, moves.evicted)
                 moves.copy(tail, sequence.blocks[num_kept:][: len(tail)])
                 sequence.num_computed = sequence.cached_tokens = computed
-                sequence.num_named = computed // size
+                sequence.num_cached_blocks = computed // size
                 fetched = size * self._pool.use_fetched(shared)
                 sequence.cached_from = ()
                 self._pool.hits.looked_up(len(sequence.tokens), ())
@@ -143,7 +143,7 @@ class KVCacheManager:
         if first % size or sequence.wants_prompt_rows:
             return
         index = first // size
-        known = self._pool.match(sequence.hashes[index : (len(sequence.tokens) - 1) // size])
+        known = self._pool.match(sequence.block_hashes[index : (len(sequence.tokens) - 1) // size])
         if not known:
             return
         num_tokens = len(known) * size
@@ -174,10 +174,10 @@ class KVCacheManager:
         size, most = self._pool.block_size, len(sequence.tokens) - 1
         if sequence.borrows:  # the rest of the pool is for what follows
             most = min(most, self._pool.num_blocks // 2 * size)
-        shared = self._pool.match(sequence.hashes[: most // size])
+        shared = self._pool.match(sequence.block_hashes[: most // size])
         if share_tail and not self._pool.has_state and most % size and len(shared) == most // size:
             # Siblings also share the last block, up to its last token.
-            tail = self._pool.match([tail_hash(sequence.tokens, size, sequence.hashes, sequence.salt)])
+            tail = self._pool.match([tail_hash(sequence.tokens, size, sequence.block_hashes, sequence.salt)])
             if tail:
                 return shared + tail, most
         return shared, len(shared) * size
@@ -192,7 +192,7 @@ class KVCacheManager:
             self._pool.free(shared)
             return False
         sequence.blocks = shared + self._pool.allocate(num_blocks)
-        sequence.num_named = len(shared)
+        sequence.num_cached_blocks = len(shared)
         sequence.cached_tokens = len(shared) * self._pool.block_size
         self._pool.hits.looked_up(len(sequence.tokens), ((DEVICE, sequence.cached_tokens),))
         return True
@@ -228,7 +228,7 @@ class KVCacheManager:
             sequence.blocks += self._pool.allocate(missing)
         return len(sequence.blocks) * size - sequence.num_scheduled
 
-    def name_blocks(self, sequence: Sequence) -> None:
+    def cache_blocks(self, sequence: Sequence) -> None:
         """Add newly full blocks to the prefix cache.
 
         Of a sequence that was fetched in another dtype, only the fetched blocks: later ones attend to rounded KV, and
@@ -237,22 +237,24 @@ class KVCacheManager:
         if sequence.kv_dtype and (sequence.kv_dtype == MIXED_KV or sequence.state is not State.RESERVED):
             return
         full = sequence.num_computed // self._pool.block_size
-        if full > sequence.num_named:
+        if full > sequence.num_cached_blocks:
             tokens, salt, size = sequence.tokens, sequence.salt, self._pool.block_size
-            if len(sequence.hashes) < full:
-                extend_hashes(sequence.hashes, tokens, size, salt, full * size)
-            if len(sequence.chain) < full * size // GRAIN:
-                sequence.chain = chain(tokens, known=sequence.chain, salt=salt, end=full * size)
-            new = slice(sequence.num_named, full)
-            ends = {} if sequence.kv_dtype else ends_of_names(sequence.chain, new.start, full, size)
-            prefixes = {sequence.blocks[index]: name for index, name in ends.items()}
-            self._pool.name_all(sequence.blocks[new], sequence.hashes[new], prefixes)
-            sequence.num_named = full
+            if len(sequence.block_hashes) < full:
+                extend_hashes(sequence.block_hashes, tokens, size, salt, full * size)
+            if len(sequence.prefix_hashes) < full * size // GRAIN:
+                sequence.prefix_hashes = prefix_hashes(tokens, known=sequence.prefix_hashes, salt=salt, end=full * size)
+            new = slice(sequence.num_cached_blocks, full)
+            ends = {} if sequence.kv_dtype else prefix_hashes_of_blocks(sequence.prefix_hashes, new.start, full, size)
+            prefixes = {sequence.blocks[index]: prefix_hash for index, prefix_hash in ends.items()}
+            self._pool.cache_blocks(sequence.blocks[new], sequence.block_hashes[new], prefixes)
+            sequence.num_cached_blocks = full
         if self._pool.has_state:
             return
         if sequence.request.group and sequence.num_output == 0 and sequence.num_computed == len(sequence.tokens):
-            name = tail_hash(sequence.tokens, self._pool.block_size, sequence.hashes, sequence.salt)
-            self._pool.name(sequence.blocks[full - (full * self._pool.block_size == sequence.num_computed)], name)
+            block_hash = tail_hash(sequence.tokens, self._pool.block_size, sequence.block_hashes, sequence.salt)
+            self._pool.cache_block(
+                sequence.blocks[full - (full * self._pool.block_size == sequence.num_computed)], block_hash
+            )
 
     # ---- a sequence goes ---------------------------------------------------------------------------------------
 
@@ -260,7 +262,7 @@ class KVCacheManager:
         """Free the blocks of a sequence that will be recomputed."""
         self._pool.free(sequence.blocks)
         sequence.blocks = []
-        sequence.num_named = 0
+        sequence.num_cached_blocks = 0
         self.moves.forget(sequence)
         sequence.restart()
 

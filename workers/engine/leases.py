@@ -150,8 +150,8 @@ class LeaseBook:
     def _restored(self, lease: Lease, block: int) -> None:
         """The block holds its content, which is cached unless it has been forgotten meanwhile."""
         kept, host = lease.restores.pop(block), self._pool.host
-        if host.block_of(kept.name) == kept.block:
-            self._pool.name(block, kept.name, kept.prefix)
+        if host.block_of(kept.block_hash) == kept.block:
+            self._pool.cache_block(block, kept.block_hash, kept.prefix)
         host.release(kept.block)
 
     def withdraw_restored(self) -> bool:
@@ -174,7 +174,7 @@ class LeaseBook:
             if block in lease.restores or (self._digest and not known):
                 return  # a later step will digest it
             lease.digests.append(known)
-            if known and self._pool.is_named(block):
+            if known and self._pool.has_hash(block):
                 self._pool.digests[block] = known
 
     def _advance_known(self, lease: Lease, computed: int) -> None:

@@ -14,14 +14,14 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
 
-from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.engine.blocks import BlockPool, block_hashes
 from workers.engine.estimate import StepEstimate
 from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.race import Gap, StepSeconds, choose
 from workers.engine.read_speed import ReadSpeed
 from workers.engine.sequence import Sequence, State
 from workers.engine.store_tiers import StoreTier
-from workers.kv_events import chain, name_of_block
+from workers.kv_events import prefix_hash_of_block, prefix_hashes
 
 FIND_TIMEOUT_S = 1.0
 PATIENCE = 0.025  # of the time to compute a prompt: for so long it may wait in vain
@@ -29,7 +29,7 @@ PATIENCE = 0.025  # of the time to compute a prompt: for so long it may wait in 
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    """A prompt whose prefix goes on elsewhere. Places are numbers of blocks, as in `names`.
+    """A prompt whose prefix goes on elsewhere. Places are numbers of blocks, as in `block_hashes`.
 
     `known`: how many of the first ones each store has. `end`: the most of these, and of what a fetch brings.
     `unfound`: stores that have not reported yet. `fetch`: the one under way that brings the next. `reads`: reading
@@ -38,7 +38,7 @@ class _Loading:
     """
 
     sequence: Sequence
-    names: Items[bytes]
+    block_hashes: Items[bytes]
     known: list[int]
     end: int
     unfound: int
@@ -67,7 +67,7 @@ class _Loading:
 class _Read:
     """Of one block into a block of host memory. `wanted`: by which prompts, at which of their places."""
 
-    name: bytes
+    block_hash: bytes
     prefix: int | None
     block: int
     tiers: list[StoreTier]  # the one that reads, and those to be tried if it fails
@@ -110,30 +110,30 @@ class Loads:
         if not self._tiers or not _may_load(sequence):
             return
         self._now_s = max(self._now_s, now_s)
-        names = self._names(sequence)
-        first = self._num_here(names)
-        end = min(len(names), first + self._most_ahead)
+        hashes = self._block_hashes(sequence)
+        first = self._num_here(hashes)
+        end = min(len(hashes), first + self._most_ahead)
         if not self._is_worth_reading(sequence, first, end):
             return
-        loading = _Loading(sequence, names, [0] * len(self._tiers), first, len(self._tiers))
+        loading = _Loading(sequence, hashes, [0] * len(self._tiers), first, len(self._tiers))
         self._loadings[sequence] = loading
         for number, tier in enumerate(self._tiers):
-            tier.find(names[first:end], FIND_TIMEOUT_S, partial(self._found, loading, number, first))
+            tier.find(hashes[first:end], FIND_TIMEOUT_S, partial(self._found, loading, number, first))
         loading.is_new = False  # its turn, if it is now, decides where reads begin
 
-    def _names(self, sequence: Sequence) -> list[bytes]:
+    def _block_hashes(self, sequence: Sequence) -> list[bytes]:
         """Of all blocks that may be read: at least one token is left to compute."""
-        sequence.hashes = prefix_hashes(sequence.tokens, self._size, sequence.hashes, sequence.salt)
-        return sequence.hashes[: (len(sequence.tokens) - 1) // self._size]
+        sequence.block_hashes = block_hashes(sequence.tokens, self._size, sequence.block_hashes, sequence.salt)
+        return sequence.block_hashes[: (len(sequence.tokens) - 1) // self._size]
 
-    def _num_here(self, names: Items[bytes]) -> int:
+    def _num_here(self, hashes: Items[bytes]) -> int:
         """How many of the first blocks are on the device or in host memory."""
-        known = self._pool.num_known(names)
-        behind = (place for place in range(known, len(names)) if not self._is_here(names[place]))
-        return next(behind, len(names))
+        known = self._pool.num_known(hashes)
+        behind = (place for place in range(known, len(hashes)) if not self._is_here(hashes[place]))
+        return next(behind, len(hashes))
 
-    def _is_here(self, name: bytes) -> bool:
-        return name in self._pool or name in self._host
+    def _is_here(self, block_hash: bytes) -> bool:
+        return block_hash in self._pool or block_hash in self._host
 
     def _is_worth_reading(self, sequence: Sequence, first: int, end: int) -> bool:
         """Whether these blocks would be restored from host memory."""
@@ -178,7 +178,7 @@ class Loads:
         loading = self._loading(sequence)
         if loading is None:
             return None
-        first = self._num_here(loading.names[: loading.end]) * self._size
+        first = self._num_here(loading.block_hashes[: loading.end]) * self._size
         if self._tokens_now(loading, first, seconds):
             return None
         return loading.wait_until_s
@@ -196,13 +196,13 @@ class Loads:
         loading = self._loadings.get(sequence)
         fetch: PrefixFetch | None = None
         if self._fetches and _may_load(sequence):
-            names = self._names(sequence)
-            first = -(-sequence.num_scheduled // self._size) or self._num_here(names)
-            fetch = self._fetches.going_on(names, first)
+            hashes = self._block_hashes(sequence)
+            first = -(-sequence.num_scheduled // self._size) or self._num_here(hashes)
+            fetch = self._fetches.going_on(hashes, first)
             if fetch is not None:
                 if loading is None:
-                    loading = self._loadings[sequence] = _Loading(sequence, names, [0] * len(self._tiers), 0, 0)
-                loading.end = max(loading.end, fetch.num_common(names))
+                    loading = self._loadings[sequence] = _Loading(sequence, hashes, [0] * len(self._tiers), 0, 0)
+                loading.end = max(loading.end, fetch.num_common(hashes))
         if loading is not None:
             loading.fetch = fetch
         return loading
@@ -272,7 +272,7 @@ class Loads:
         patience_s = PATIENCE * loading.compute_s
         if loading.fetch is not None:
             return loading.fetch.speed.late_at_s(loading.fetch.num_piece, patience_s)
-        tiers = {self._reads[loading.names[place]].tiers[0] for place in loading.reading}
+        tiers = {self._reads[loading.block_hashes[place]].tiers[0] for place in loading.reading}
         return min((tier.speed.late_at_s(1, patience_s) for tier in tiers), default=0.0)
 
     def _arrivals(self, loading: _Loading, first: int, until: int, *, fast: bool) -> list[tuple[int, float]]:
@@ -322,8 +322,8 @@ class Loads:
         """The first token behind `first` whose block is here; one at `first` itself is not worth a copy."""
         places = iter(range(-(-first // self._size), loading.end))
         if not first % self._size:
-            next((place for place in places if not self._is_here(loading.names[place])), None)
-        place = next((place for place in places if self._is_here(loading.names[place])), loading.end)
+            next((place for place in places if not self._is_here(loading.block_hashes[place])), None)
+        place = next((place for place in places if self._is_here(loading.block_hashes[place])), loading.end)
         return place * self._size
 
     # ---- reads ---------------------------------------------------------------------------------------------------
@@ -352,17 +352,17 @@ class Loads:
 
     def _read_next(self, loading: _Loading) -> bool:
         place = loading.unread[-1 if loading.from_back else 0]
-        name = loading.names[place]
-        read = self._reads.get(name)
+        block_hash = loading.block_hashes[place]
+        read = self._reads.get(block_hash)
         if read is not None:
             read.wanted.append((loading, place))
-        elif not self._is_here(name):
+        elif not self._is_here(block_hash):
             tiers = [tier for tier, known in zip(self._tiers, loading.known, strict=True) if place < known]
-            block = self._host.load(name) if tiers[0].is_free else None
+            block = self._host.load(block_hash) if tiers[0].is_free else None
             if block is None:
                 return False
-            read = _Read(name, self._prefix(loading, place), block, tiers, self._now_s, [(loading, place)])
-            self._reads[name] = read
+            read = _Read(block_hash, self._prefix(loading, place), block, tiers, self._now_s, [(loading, place)])
+            self._reads[block_hash] = read
             self._try(read)
         if read is not None:
             loading.reading.add(place)
@@ -371,11 +371,11 @@ class Loads:
 
     def _prefix(self, loading: _Loading, place: int) -> int | None:
         sequence = loading.sequence
-        sequence.chain = chain(sequence.tokens, known=sequence.chain, salt=sequence.salt)
-        return name_of_block(sequence.chain, place, self._size)
+        sequence.prefix_hashes = prefix_hashes(sequence.tokens, known=sequence.prefix_hashes, salt=sequence.salt)
+        return prefix_hash_of_block(sequence.prefix_hashes, place, self._size)
 
     def _try(self, read: _Read) -> None:
-        read.tiers[0].read(read.name, read.block, self._now_s, partial(self._ended, read))
+        read.tiers[0].read(read.block_hash, read.block, self._now_s, partial(self._ended, read))
 
     def _ended(self, read: _Read, arrived: bool, seconds: float) -> None:
         tier = read.tiers.pop(0)
@@ -384,7 +384,7 @@ class Loads:
         wanted = [each for each in read.wanted if each[0].sequence in self._loadings and each[1] in each[0].reading]
         if not arrived and read.tiers and wanted:
             return self._try(read)
-        del self._reads[read.name]
+        del self._reads[read.block_hash]
         is_here = self._host.loaded(read.block, read.prefix, arrived=arrived)
         for loading, place in wanted:
             loading.reading.remove(place)
@@ -399,4 +399,4 @@ class Loads:
         for loading in self._loadings.values():
             assert loading.sequence.state is not State.FINISHED, "a sequence that ended is loading"
             assert not loading.reading & set(loading.unread), "a block is read twice"
-            assert all(loading.names[place] in self._reads for place in loading.reading), "a read is lost"
+            assert all(loading.block_hashes[place] in self._reads for place in loading.reading), "a read is lost"

@@ -12,7 +12,7 @@ class Pin(NamedTuple):
 
 
 class Pins:
-    """Owned by a HostCache. Pins at most `most` names, whether their content is here or not."""
+    """Owned by a HostCache. Pins at most `most` blocks, whether their content is here or not."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -21,33 +21,33 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._pins
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._pins
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._pins)
 
-    def num_missing(self, names: Iterable[bytes]) -> int:
+    def num_missing(self, hashes: Iterable[bytes]) -> int:
         """How many more than `most` would be pinned with these; 0: there is room."""
-        return max(0, len(self._pins.keys() | set(names)) - self.most)
+        return max(0, len(self._pins.keys() | set(hashes)) - self.most)
 
-    def add(self, names: Iterable[bytes], ttl_s: float, now_s: float) -> None:
+    def add(self, hashes: Iterable[bytes], ttl_s: float, now_s: float) -> None:
         """The caller has checked that there is room. A later pin replaces an earlier one."""
-        self._pins |= dict.fromkeys(names, Pin(ttl_s, now_s + ttl_s))
+        self._pins |= dict.fromkeys(hashes, Pin(ttl_s, now_s + ttl_s))
         assert len(self._pins) <= self.most, "more is pinned than may be"
 
-    def renew(self, names: Sequence[bytes], now_s: float) -> None:
+    def renew(self, hashes: Sequence[bytes], now_s: float) -> None:
         """A prompt with these blocks has come: its pinned head lasts longer."""
-        for name in names:
-            pin = self._pins.get(name)
+        for block_hash in hashes:
+            pin = self._pins.get(block_hash)
             if pin is None:
                 return
-            self._pins[name] = Pin(pin.ttl_s, max(pin.until_s, now_s + pin.ttl_s))
+            self._pins[block_hash] = Pin(pin.ttl_s, max(pin.until_s, now_s + pin.ttl_s))
 
-    def remove(self, names: Iterable[bytes]) -> list[bytes]:
+    def remove(self, hashes: Iterable[bytes]) -> list[bytes]:
         """Unpin these; returns those that were pinned."""
-        return [name for name in names if self._pins.pop(name, None) is not None]
+        return [block_hash for block_hash in hashes if self._pins.pop(block_hash, None) is not None]
 
     def expire(self, now_s: float) -> list[bytes]:
         """Unpin what has ended, and return it."""
-        return self.remove([name for name, pin in self._pins.items() if pin.until_s <= now_s])
+        return self.remove([block_hash for block_hash, pin in self._pins.items() if pin.until_s <= now_s])

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from workers.config import RESTORED_SHARE
-from workers.engine.blocks import BlockPool, Cached, OutOfBlocks, prefix_hashes
+from workers.engine.blocks import BlockPool, Cached, OutOfBlocks, block_hashes
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.read_speed import ReadSpeed
 from workers.engine.sequence import Lease
-from workers.kv_events import chain, name_of_block
+from workers.kv_events import prefix_hash_of_block, prefix_hashes
 
 READS = 16  # of a whole prefix, at most: those in flight may be passed; fewer where latency would count
 MOST_LINKS = 1024  # whose speed is remembered
@@ -36,8 +36,8 @@ class PrefixFetch:
 
     blocks: tuple[int, ...]
     num_shared: int
-    hashes: tuple[bytes, ...]
-    names: tuple[int, ...]  # of `cache_log`
+    block_hashes: tuple[bytes, ...]
+    prefix_hashes: tuple[int, ...]
     owner: str
     num_tokens: int
     block_size: int
@@ -58,7 +58,9 @@ class PrefixFetch:
 
     def num_common(self, hashes: Sequence[bytes]) -> int:
         """How many of these first blocks it has too."""
-        return bisect_left(range(min(len(hashes), len(self.hashes))), True, key=lambda n: hashes[n] != self.hashes[n])
+        return bisect_left(
+            range(min(len(hashes), len(self.block_hashes))), True, key=lambda n: hashes[n] != self.block_hashes[n]
+        )
 
     @property
     def held(self) -> list[int]:
@@ -88,7 +90,7 @@ class PrefixFetch:
 
     def places(self, unit: int) -> range:
         """Numbers of its full blocks."""
-        return range(unit * self.unit, min((unit + 1) * self.unit, len(self.hashes)))
+        return range(unit * self.unit, min((unit + 1) * self.unit, len(self.block_hashes)))
 
 
 def _worth_a_read(latency_s: float, unit_s: float, most: int) -> int:
@@ -119,7 +121,7 @@ class PrefixFetches:
 
         What goes on in host memory is included as far as there are free blocks to restore it to.
         """
-        hashes = prefix_hashes(tokens, self._pool.block_size, salt=salt)
+        hashes = block_hashes(tokens, self._pool.block_size, salt=salt)
         blocks = self._pool.match(hashes)
         restores = self._restores(hashes[len(blocks) :])
         blocks += restores
@@ -131,8 +133,8 @@ class PrefixFetches:
         most = int(RESTORED_SHARE * (self._pool.num_free + held)) - held
         kept = host.match(hashes[: max(0, most)])
         return {
-            block: Cached(host_block, name, host.prefix_of(name))
-            for block, host_block, name in zip(self._pool.allocate(len(kept)), kept, hashes, strict=False)
+            block: Cached(host_block, block_hash, host.prefix_of(block_hash))
+            for block, host_block, block_hash in zip(self._pool.allocate(len(kept)), kept, hashes, strict=False)
         }
 
     def known(self, hashes: Sequence[bytes]) -> list[int]:
@@ -145,8 +147,8 @@ class PrefixFetches:
     def going_on(self, hashes: Sequence[bytes], known: int) -> PrefixFetch | None:
         """The longest of those that bring what follows the first `known` blocks of this prefix."""
         wanted = tuple(hashes[known : known + 1])
-        found = (each for each in self._in_flight if wanted and each.hashes[known : known + 1] == wanted)
-        return max(found, key=lambda each: len(each.hashes), default=None)
+        found = (each for each in self._in_flight if wanted and each.block_hashes[known : known + 1] == wanted)
+        return max(found, key=lambda each: len(each.block_hashes), default=None)
 
     def begin(
         self,
@@ -165,7 +167,7 @@ class PrefixFetches:
         this `owner` took counts more. Raises `OutOfBlocks` and changes nothing.
         """
         size = self._pool.block_size
-        hashes = prefix_hashes(tokens, size, salt=salt)
+        hashes = block_hashes(tokens, size, salt=salt)
         shared = self.known(hashes)
         num_shared, num_blocks = len(shared), -(-len(tokens) // size)
         try:
@@ -184,8 +186,8 @@ class PrefixFetches:
         fetch = PrefixFetch(
             blocks=(*shared, *fresh),
             num_shared=num_shared,
-            hashes=tuple(hashes),
-            names=tuple(chain(tokens, salt=salt)),
+            block_hashes=tuple(hashes),
+            prefix_hashes=tuple(prefix_hashes(tokens, salt=salt)),
             owner=owner,
             num_tokens=len(tokens),
             block_size=size,
@@ -237,7 +239,7 @@ class PrefixFetches:
 
     def _is_here(self, fetch: PrefixFetch, unit: int) -> bool:
         places = fetch.places(unit)
-        return self._pool.num_known(fetch.hashes[places.start : places.stop]) == len(places)
+        return self._pool.num_known(fetch.block_hashes[places.start : places.stop]) == len(places)
 
     def completed(self, fetch: PrefixFetch, first_token: int, now_s: float) -> None:
         """What was read from this token on is here, verified."""
@@ -251,8 +253,8 @@ class PrefixFetches:
             if len(self._block_s) > MOST_LINKS:
                 del self._block_s[next(iter(self._block_s))]
         for place in places:
-            prefix = name_of_block(fetch.names, place, self._pool.block_size)
-            self._pool.name(fetch.blocks[place], fetch.hashes[place], prefix, fetched=True)
+            prefix = prefix_hash_of_block(fetch.prefix_hashes, place, self._pool.block_size)
+            self._pool.cache_block(fetch.blocks[place], fetch.block_hashes[place], prefix, fetched=True)
 
     def end(self, fetch: PrefixFetch) -> None:
         """It has ended or failed. From now on at most the cache keeps what has completed."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.engine.blocks import BlockPool, block_hashes
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.loans import LoanBook
@@ -78,7 +78,7 @@ class Reservations:
         if request.kv_dtype != self._config.dtype:
             sequence.kv_dtype = request.kv_dtype
         if sequence.kv_dtype != MIXED_KV:
-            sequence.hashes = prefix_hashes(sequence.tokens, self._pool.block_size, salt=sequence.salt)
+            sequence.block_hashes = block_hashes(sequence.tokens, self._pool.block_size, salt=sequence.salt)
         return sequence
 
     def grant(self, sequence: Sequence) -> Reservation:
@@ -108,9 +108,9 @@ class Reservations:
         if refusal := slot_refusal(self._estimate, decoding, request, self._depth):
             return refusal
         if request.fresh:
-            self._pool.forget(sequence.hashes)
+            self._pool.forget(sequence.block_hashes)
         kept = sum(-(-len(each.tokens) // self._pool.block_size) for each in earlier)
-        if not self._scheduler.kv.reserve(sequence, self._prefix_fetches.known(sequence.hashes), kept):
+        if not self._scheduler.kv.reserve(sequence, self._prefix_fetches.known(sequence.block_hashes), kept):
             return f"{total} blocks wanted, {self._pool.num_free} free, {kept} kept for prompts that arrived earlier"
         return ""
 
@@ -145,7 +145,7 @@ class Reservations:
         sequence = self.get(key)
         arrived = sequence.request.num_tokens if num_tokens is None else num_tokens
         sequence.num_computed = max(arrived, sequence.cached_tokens)
-        self._scheduler.kv.name_blocks(sequence)
+        self._scheduler.kv.cache_blocks(sequence)
         sequence.fetched = True
         sequence.starts_decoding = starts_decoding
         self._start_if_ready(sequence, now_s)

@@ -91,9 +91,9 @@ class Sequence:
     from_stores: dict[int, Tier] = field(default_factory=dict)  # numbers of blocks that were read for it, not yet used
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
     pooled: list[bytes] = field(default_factory=list)  # of its chunks, as far as computed
-    hashes: list[bytes] = field(default_factory=list)
-    chain: list[int] = field(default_factory=list)  # names of `cache_log`, as far as computed
-    num_named: int = 0  # leading blocks already offered to the prefix index
+    block_hashes: list[bytes] = field(default_factory=list)
+    prefix_hashes: list[int] = field(default_factory=list)  # for `cache_log`, as far as computed
+    num_cached_blocks: int = 0  # leading blocks already offered to the prefix index
     in_flight: int = 0  # number of steps in flight that use its blocks
     last_step: int = 0  # the newest step that computes some of it
     finish_pending: bool = False  # aborted while in flight: ends when its last step does
@@ -174,7 +174,7 @@ class Sequence:
     def restart(self) -> None:
         """Its KV is lost: compute all tokens again, on this worker."""
         if self.kv_dtype:
-            self.kv_dtype, self.hashes, self.chain = "", [], []
+            self.kv_dtype, self.block_hashes, self.prefix_hashes = "", [], []
         self.state = State.WAITING
         self.num_computed = self.num_forced = 0
         self.prompt_logprobs.clear()

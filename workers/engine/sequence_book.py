@@ -156,8 +156,8 @@ class SequenceBook:
                 if prompt:
                     sequence.prompt_logprobs += prompt
                 sequence.pooled += pooled[index]
-                if sequence.num_computed >= (sequence.num_named + 1) * block_size or sequence.request.group:
-                    self._scheduler.kv.name_blocks(sequence)
+                if sequence.num_computed >= (sequence.num_cached_blocks + 1) * block_size or sequence.request.group:
+                    self._scheduler.kv.cache_blocks(sequence)
                 if len(self._leases):
                     self._leases.advance(sequence, digests)
                 if token is not None:
@@ -217,7 +217,7 @@ class SequenceBook:
         if is_lost:
             return fail(key, "KV on another worker is lost: it ended, or did not answer in time")
         self.non_finite += 1
-        self._pool.forget(sequence.hashes)
+        self._pool.forget(sequence.block_hashes)
         where = f"behind token {sequence.num_computed}"
         why = f"the model's logits are not finite {where}; the weights, or KV in {self._dtype}, may be the cause"
         fail(key, why, final=True)

@@ -40,7 +40,7 @@ class StoreTier:
         """Whether another read makes sense."""
         return self.num_reading < READS_AT_ONCE
 
-    def read(self, name: bytes, block: int, now_s: float, done: Callable[[bool, float], None]) -> None:
+    def read(self, block_hash: bytes, block: int, now_s: float, done: Callable[[bool, float], None]) -> None:
         """See `BlockStore.read`."""
         if not self.num_reading:
             self.speed.begin(now_s)
@@ -54,28 +54,28 @@ class StoreTier:
                 self.speed.begin(now_s + seconds)
             done(arrived, seconds)
 
-        self._store.read(name, block, READ_TIMEOUT_S, ended)
+        self._store.read(block_hash, block, READ_TIMEOUT_S, ended)
 
     def save(self, saved: Iterable[tuple[bytes, int]]) -> None:
         """A step has saved these in host memory."""
         host = self._pool.host
-        for name, block in saved:
-            if host.block_of(name) == block:  # not forgotten since
+        for block_hash, block in saved:
+            if host.block_of(block_hash) == block:  # not forgotten since
                 host.hold(block)
-                prefix = host.prefix_of(name)
-                self._store.write(name, prefix, block, partial(self._written, name, prefix, block))
+                prefix = host.prefix_of(block_hash)
+                self._store.write(block_hash, prefix, block, partial(self._written, block_hash, prefix, block))
 
-    def _written(self, name: bytes, prefix: int | None, block: int, is_there: bool) -> None:
+    def _written(self, block_hash: bytes, prefix: int | None, block: int, is_there: bool) -> None:
         self._pool.host.release(block)
         if prefix is not None and is_there:
-            self._added(name, prefix)
+            self._added(block_hash, prefix)
 
-    def _added(self, name: bytes, prefix: int) -> None:
-        self._prefixes[name] = prefix
+    def _added(self, block_hash: bytes, prefix: int) -> None:
+        self._prefixes[block_hash] = prefix
         self._pool.log.add(self.tier, prefix)
 
-    def _gone(self, name: bytes) -> None:
-        prefix = self._prefixes.pop(name, None)
+    def _gone(self, block_hash: bytes) -> None:
+        prefix = self._prefixes.pop(block_hash, None)
         if prefix is not None:
             self._pool.log.remove(self.tier, prefix)
 

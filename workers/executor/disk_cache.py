@@ -24,12 +24,12 @@ class DiskCache(RankStore[KVStore]):
         self.store.watch(added, gone)
         return self.store.found_prefixes
 
-    def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
-        found(self.store.match(names))
+    def find(self, hashes: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+        found(self.store.match(hashes))
 
-    async def written(self, name: bytes, prefix: int | None, block: int) -> bool:
-        await super().written(name, prefix, block)
-        return self.store.match([name]) == 1  # it may be there already, or gone already
+    async def written(self, block_hash: bytes, prefix: int | None, block: int) -> bool:
+        await super().written(block_hash, prefix, block)
+        return self.store.match([block_hash]) == 1  # it may be there already, or gone already
 
 
 def kv_fingerprint(config: WorkerConfig, pool: KVPool) -> bytes:

@@ -33,26 +33,26 @@ class GangStore:
     def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
         return self._own.watch(added, gone)
 
-    def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+    def find(self, hashes: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
         def ended(count: int) -> None:
             found(count)
             self.changed()
 
-        self._own.find(names, timeout_s, ended)
+        self._own.find(hashes, timeout_s, ended)
 
-    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
-        own = self._own.written(name, prefix, block)
-        self._ask([own, *(other.write_block(self.tier, name, prefix, block) for other in self._others)], done)
+    def write(self, block_hash: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+        own = self._own.written(block_hash, prefix, block)
+        self._ask([own, *(other.write_block(self.tier, block_hash, prefix, block) for other in self._others)], done)
 
-    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+    def read(self, block_hash: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         begun_s = time.monotonic()
 
         def ended(arrived: bool) -> None:
             done(arrived, time.monotonic() - begun_s)
             self.changed()
 
-        own = self._own.arrived(name, block, timeout_s)
-        self._ask([own, *(other.read_block(self.tier, name, block, timeout_s) for other in self._others)], ended)
+        own = self._own.arrived(block_hash, block, timeout_s)
+        self._ask([own, *(other.read_block(self.tier, block_hash, block, timeout_s) for other in self._others)], ended)
 
     def _ask(self, ranks: Sequence[Awaitable[bool]], done: Callable[[bool], None]) -> None:
         """`done` once all ranks have answered, or are lost: until then they may use their host blocks."""
@@ -65,11 +65,11 @@ class GangStore:
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
 
-    def forget(self, names: Iterable[bytes]) -> None:
-        names = tuple(names)
-        self._own.forget(names)
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        hashes = tuple(hashes)
+        self._own.forget(hashes)
         for other in self._others:
-            other.forget_blocks(self.tier, names)
+            other.forget_blocks(self.tier, hashes)
 
     def stats(self) -> TierStats:
         own = self._own.stats()

@@ -60,7 +60,7 @@ class WriteBlock(msgspec.Struct, frozen=True, tag=True):
     """To the rank's store of this tier, from its host memory. The answer: whether it is there."""
 
     tier: Tier
-    name: bytes
+    block_hash: bytes
     prefix: int | None
     block: int
 
@@ -69,7 +69,7 @@ class ReadBlock(msgspec.Struct, frozen=True, tag=True):
     """From the rank's store of this tier. The answer, in time: whether it has arrived."""
 
     tier: Tier
-    name: bytes
+    block_hash: bytes
     block: int
     timeout_s: float
 
@@ -90,7 +90,7 @@ class AskLender(msgspec.Struct, frozen=True, tag=True):
 
 class ForgetBlocks(msgspec.Struct, frozen=True, tag=True):
     tier: Tier
-    names: tuple[bytes, ...]
+    block_hashes: tuple[bytes, ...]
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""A disk of a modelled worker: real names in a real slot index, simulated seconds, no bytes. Empty at each start.
+"""A disk of a modelled worker: a real slot index with real hashes, simulated seconds, no bytes. Empty at each start.
 
 Each thread reads or writes one block at a time, with its share of the disk's speed. Reads and writes do not slow each
 other down. Queues and deadlines are those of a `KVStore`.
@@ -97,44 +97,44 @@ class ModelledDisk:
         self._gone = gone
         return {}
 
-    def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
-        found(self._index.match(names))
+    def find(self, hashes: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+        found(self._index.match(hashes))
 
-    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
-        if name in self._index or self._index.is_writing(name):
-            asyncio.get_running_loop().call_soon(done, name in self._index)
+    def write(self, block_hash: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+        if block_hash in self._index or self._index.is_writing(block_hash):
+            asyncio.get_running_loop().call_soon(done, block_hash in self._index)
             return
-        reserved = None if self._writers.is_full else self._index.reserve(name)
+        reserved = None if self._writers.is_full else self._index.reserve(block_hash)
         if reserved is None:
             self._num_dropped += 1
             asyncio.get_running_loop().call_soon(done, False)
             return
         if reserved.gone is not None:
             self._forget(reserved.gone)
-        self._writers.submit(WRITE_TIMEOUT_S, partial(self._written, name, self._host.get(block), done))
+        self._writers.submit(WRITE_TIMEOUT_S, partial(self._written, block_hash, self._host.get(block), done))
 
-    def _written(self, name: bytes, content: Any, done: Callable[[bool], None], in_time: bool) -> None:
-        is_wanted = name not in self._unwanted
-        self._unwanted.discard(name)
+    def _written(self, block_hash: bytes, content: Any, done: Callable[[bool], None], in_time: bool) -> None:
+        is_wanted = block_hash not in self._unwanted
+        self._unwanted.discard(block_hash)
         self._num_written += in_time
         if in_time and is_wanted:
-            self._index.publish(name)
+            self._index.publish(block_hash)
             if content is not None:
-                self._content[name] = content
+                self._content[block_hash] = content
         else:
-            self._index.unpin(self._index.abandon(name))
+            self._index.unpin(self._index.abandon(block_hash))
         done(in_time and is_wanted)
 
-    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
-        slot = None if self._readers.is_full else self._index.pin(name)
+    def read(self, block_hash: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+        slot = None if self._readers.is_full else self._index.pin(block_hash)
         begun_s = asyncio.get_running_loop().time()
 
         def end(in_time: bool) -> None:
             if slot is not None:
                 self._index.unpin(slot)
             self._num_read += in_time
-            if in_time and name in self._content:
-                self._host[block] = self._content[name]
+            if in_time and block_hash in self._content:
+                self._host[block] = self._content[block_hash]
             done(in_time, asyncio.get_running_loop().time() - begun_s)
             self._changed()
 
@@ -143,18 +143,18 @@ class ModelledDisk:
         else:
             self._readers.submit(timeout_s, end)
 
-    def forget(self, names: Iterable[bytes]) -> None:
-        for name in names:
-            slot = self._index.forget(name)
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        for block_hash in hashes:
+            slot = self._index.forget(block_hash)
             if slot is not None:
                 self._index.unpin(slot)
-                self._forget(name)
-            elif self._index.is_writing(name):
-                self._unwanted.add(name)
+                self._forget(block_hash)
+            elif self._index.is_writing(block_hash):
+                self._unwanted.add(block_hash)
 
-    def _forget(self, name: bytes) -> None:
-        self._content.pop(name, None)
-        self._gone(name)
+    def _forget(self, block_hash: bytes) -> None:
+        self._content.pop(block_hash, None)
+        self._gone(block_hash)
 
     def stats(self) -> TierStats:
         size = self._block_bytes

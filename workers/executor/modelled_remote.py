@@ -1,4 +1,4 @@
-"""A server of KV blocks for modelled workers, which share its memory and its network: real names, simulated seconds.
+"""A server of KV blocks for modelled workers, which share its memory and its network: real hashes, simulated seconds.
 
 Each direction of its network sends one block after another, for all workers together. Empty at the start.
 """
@@ -21,7 +21,7 @@ ROUND_TRIP_S = 0.0005
 
 class _Stored(NamedTuple):
     num_bytes: int
-    prefix: int | None  # the cache log's name of the prefix that ends with the block
+    prefix: int | None  # the prefix hash that ends with the block
     content: Any  # if the workers know it
 
 
@@ -96,7 +96,7 @@ class ModelledRemote:
         self._host = host
         self._changed = changed
         self._known = KnownBlocks()
-        self._added: Callable[[bytes, int], object] = lambda name, prefix: None
+        self._added: Callable[[bytes, int], object] = lambda block_hash, prefix: None
         self._unwanted: dict[bytes, bool] = {}  # being written -> to be forgotten
         self._num_read = self._num_written = self._num_dropped = 0
 
@@ -104,57 +104,59 @@ class ModelledRemote:
         self._added, self._known.gone = added, gone
         return {}
 
-    def _key(self, name: bytes) -> tuple[str, bytes]:
-        return self.shared_as, name
+    def _key(self, block_hash: bytes) -> tuple[str, bytes]:
+        return self.shared_as, block_hash
 
-    def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+    def find(self, hashes: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
         def end(in_time: bool) -> None:
-            there = (place for place, name in enumerate(names) if self._server.get(self._key(name)) is None)
-            count = next(there, len(names)) if in_time else 0
-            if in_time and count < len(names):
-                self._known.lost(names[count])
+            there = (
+                place for place, block_hash in enumerate(hashes) if self._server.get(self._key(block_hash)) is None
+            )
+            count = next(there, len(hashes)) if in_time else 0
+            if in_time and count < len(hashes):
+                self._known.lost(hashes[count])
             found(count)
             self._changed()
 
-        if not names or self._asks.is_full:
+        if not hashes or self._asks.is_full:
             found(0)
         else:
             self._asks.submit(timeout_s, end)
 
-    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
-        is_there = name in self._known or self._server.get(self._key(name)) is not None
-        if is_there or name in self._unwanted or self._writes.is_full:
+    def write(self, block_hash: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+        is_there = block_hash in self._known or self._server.get(self._key(block_hash)) is not None
+        if is_there or block_hash in self._unwanted or self._writes.is_full:
             if is_there:
-                self._known.found(name)
-            self._num_dropped += not is_there and name not in self._unwanted
+                self._known.found(block_hash)
+            self._num_dropped += not is_there and block_hash not in self._unwanted
             asyncio.get_running_loop().call_soon(done, is_there)
             return
-        self._unwanted[name] = False
+        self._unwanted[block_hash] = False
         stored = _Stored(self._block_bytes, prefix, self._host.get(block))
-        self._writes.submit(WRITE_TIMEOUT_S, partial(self._written, name, stored, done))
+        self._writes.submit(WRITE_TIMEOUT_S, partial(self._written, block_hash, stored, done))
 
-    def _written(self, name: bytes, stored: _Stored, done: Callable[[bool], None], in_time: bool) -> None:
-        is_there = not self._unwanted.pop(name) and in_time
+    def _written(self, block_hash: bytes, stored: _Stored, done: Callable[[bool], None], in_time: bool) -> None:
+        is_there = not self._unwanted.pop(block_hash) and in_time
         self._num_written += in_time
         if is_there:
-            self._server.set(self._key(name), stored)
-            self._known.found(name)
+            self._server.set(self._key(block_hash), stored)
+            self._known.found(block_hash)
         done(is_there)
 
-    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+    def read(self, block_hash: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         begun_s = asyncio.get_running_loop().time()
 
         def end(in_time: bool) -> None:
-            stored = self._server.get(self._key(name)) if in_time else None
+            stored = self._server.get(self._key(block_hash)) if in_time else None
             self._num_read += stored is not None
             if stored is None:
-                self._known.lost(name)
+                self._known.lost(block_hash)
             else:
                 if stored.content is not None:
                     self._host[block] = stored.content
-                if stored.prefix is not None and name not in self._known:
-                    self._added(name, stored.prefix)
-                self._known.found(name)
+                if stored.prefix is not None and block_hash not in self._known:
+                    self._added(block_hash, stored.prefix)
+                self._known.found(block_hash)
             done(stored is not None, asyncio.get_running_loop().time() - begun_s)
             self._changed()
 
@@ -163,12 +165,12 @@ class ModelledRemote:
         else:
             self._reads.submit(timeout_s, end)
 
-    def forget(self, names: Iterable[bytes]) -> None:
-        for name in names:
-            self._known.lost(name)
-            self._server.delete(self._key(name))
-            if name in self._unwanted:
-                self._unwanted[name] = True
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        for block_hash in hashes:
+            self._known.lost(block_hash)
+            self._server.delete(self._key(block_hash))
+            if block_hash in self._unwanted:
+                self._unwanted[block_hash] = True
 
     def stats(self) -> TierStats:
         size = self._block_bytes

@@ -97,10 +97,10 @@ class _Service:
                 return await self._pull(number, order)
             case wire.Forget(incarnation):
                 return await self._rank.forget(incarnation)
-            case wire.WriteBlock(tier, name, prefix, block):
-                return await self._rank.caches[tier].written(name, prefix, block)
-            case wire.ReadBlock(tier, name, block, timeout_s):
-                return await self._rank.caches[tier].arrived(name, block, timeout_s)
+            case wire.WriteBlock(tier, block_hash, prefix, block):
+                return await self._rank.caches[tier].written(block_hash, prefix, block)
+            case wire.ReadBlock(tier, block_hash, block, timeout_s):
+                return await self._rank.caches[tier].arrived(block_hash, block, timeout_s)
             case wire.AttendBlocks(blocks, query):
                 return await self._rank.attend(blocks, query)
             case wire.Close():
@@ -108,7 +108,7 @@ class _Service:
 
     def _on_message(self, message: wire.ForgetBlocks | wire.Alive) -> None:
         if isinstance(message, wire.ForgetBlocks):
-            self._rank.caches[message.tier].forget(message.names)
+            self._rank.caches[message.tier].forget(message.block_hashes)
 
     async def _open(self) -> ShardAddress:
         assert self._opening is None, "opened twice"
@@ -127,7 +127,7 @@ class _Service:
             logger.exception("rank %d of %s cannot open", spec.rendezvous.rank, spec.config.name)
             raise
         for each in rank.caches.values():
-            each.watch(lambda name, prefix: None, lambda name: None)  # it learns what others store
+            each.watch(lambda block_hash, prefix: None, lambda block_hash: None)  # it learns what others store
         rank.borrow(self._ask_lender)
         return rank
 

@@ -21,9 +21,9 @@ class Store(Protocol):
 
     read_byte_s: float
 
-    def write(self, name: bytes, block: memoryview, prefix: int | None = None) -> Awaitable[bool]: ...
-    async def read(self, name: bytes, target: memoryview, timeout_s: float) -> bool: ...
-    def forget(self, names: Iterable[bytes]) -> None: ...
+    def write(self, block_hash: bytes, block: memoryview, prefix: int | None = None) -> Awaitable[bool]: ...
+    async def read(self, block_hash: bytes, target: memoryview, timeout_s: float) -> bool: ...
+    def forget(self, hashes: Iterable[bytes]) -> None: ...
     def stats(self) -> KVStoreStats: ...
     async def close(self) -> None: ...
 
@@ -49,30 +49,30 @@ class RankStore(ABC, Generic[S]):
     def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]: ...
 
     @abstractmethod
-    def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None: ...
+    def find(self, hashes: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None: ...
 
-    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+    def write(self, block_hash: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
         async def write() -> None:
-            done(await self.written(name, prefix, block))
+            done(await self.written(block_hash, prefix, block))
 
         self._begin(write())
 
-    async def written(self, name: bytes, prefix: int | None, block: int) -> bool:
+    async def written(self, block_hash: bytes, prefix: int | None, block: int) -> bool:
         """As `write`."""
-        return await asyncio.shield(asyncio.ensure_future(self.store.write(name, self._host[block].data, prefix)))
+        return await asyncio.shield(asyncio.ensure_future(self.store.write(block_hash, self._host[block].data, prefix)))
 
-    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+    def read(self, block_hash: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         async def read() -> None:
             begun_s = time.monotonic()
-            arrived = await self.arrived(name, block, timeout_s)
+            arrived = await self.arrived(block_hash, block, timeout_s)
             done(arrived, time.monotonic() - begun_s)
             self._tell()
 
         self._begin(read())
 
-    async def arrived(self, name: bytes, block: int, timeout_s: float) -> bool:
+    async def arrived(self, block_hash: bytes, block: int, timeout_s: float) -> bool:
         """As `read`."""
-        return await self.store.read(name, self._host[block].data, timeout_s)
+        return await self.store.read(block_hash, self._host[block].data, timeout_s)
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -83,8 +83,8 @@ class RankStore(ABC, Generic[S]):
         if not self._closed:
             self.changed()
 
-    def forget(self, names: Iterable[bytes]) -> None:
-        self.store.forget(names)
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        self.store.forget(hashes)
 
     def stats(self) -> TierStats:
         found, size = self.store.stats(), self._host.shape[1]

@@ -28,12 +28,12 @@ class RemoteCache(RankStore["RemoteStore"]):
         self.store.start()
         return {}
 
-    def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+    def find(self, hashes: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
         async def find() -> None:
-            found(await self.store.find(names, timeout_s))
+            found(await self.store.find(hashes, timeout_s))
             self._tell()
 
-        if names:
+        if hashes:
             self._begin(find())
         else:
             found(0)

@@ -92,14 +92,14 @@ class RemoteRank:
         state: bytes = await self._connection.begin(wire.AttendBlocks(blocks, query))
         return state
 
-    def write_block(self, tier: Tier, name: bytes, prefix: int | None, block: int) -> "asyncio.Future[bool]":
-        return self._connection.begin(wire.WriteBlock(tier, name, prefix, block))
+    def write_block(self, tier: Tier, block_hash: bytes, prefix: int | None, block: int) -> "asyncio.Future[bool]":
+        return self._connection.begin(wire.WriteBlock(tier, block_hash, prefix, block))
 
-    def read_block(self, tier: Tier, name: bytes, block: int, timeout_s: float) -> "asyncio.Future[bool]":
-        return self._connection.begin(wire.ReadBlock(tier, name, block, timeout_s))
+    def read_block(self, tier: Tier, block_hash: bytes, block: int, timeout_s: float) -> "asyncio.Future[bool]":
+        return self._connection.begin(wire.ReadBlock(tier, block_hash, block, timeout_s))
 
-    def forget_blocks(self, tier: Tier, names: tuple[bytes, ...]) -> None:
-        self._connection.notify(wire.ForgetBlocks(tier, names))
+    def forget_blocks(self, tier: Tier, hashes: tuple[bytes, ...]) -> None:
+        self._connection.notify(wire.ForgetBlocks(tier, hashes))
 
     def disconnect(self, error: Exception) -> None:
         """All calls raise `error`; the rank exits when it notices."""

@@ -34,7 +34,7 @@ class IOOutcome(Enum):
 
 
 class IOResult(NamedTuple):
-    """`why` it failed. `found`: names that a server has. `prefix`: of the block that was read."""
+    """`why` it failed. `found`: blocks that a server has. `prefix`: of the block that was read."""
 
     outcome: IOOutcome
     why: str = ""

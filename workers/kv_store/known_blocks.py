@@ -11,28 +11,28 @@ class KnownBlocks:
 
     def __init__(self, most: int = MAX_KNOWN) -> None:
         self.gone: Callable[[bytes], object] = len
-        self._names: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
+        self._block_hashes: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
         self._most = most
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._block_hashes)
 
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._names
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._block_hashes
 
-    def found(self, name: bytes) -> None:
+    def found(self, block_hash: bytes) -> None:
         """It is there."""
-        self._names[name] = None
-        self._names.move_to_end(name)
-        if len(self._names) > self._most:
-            self.gone(self._names.popitem(last=False)[0])
+        self._block_hashes[block_hash] = None
+        self._block_hashes.move_to_end(block_hash)
+        if len(self._block_hashes) > self._most:
+            self.gone(self._block_hashes.popitem(last=False)[0])
 
-    def lost(self, name: bytes) -> None:
+    def lost(self, block_hash: bytes) -> None:
         """It is not there any more."""
-        if name in self._names:
-            del self._names[name]
-            self.gone(name)
+        if block_hash in self._block_hashes:
+            del self._block_hashes[block_hash]
+            self.gone(block_hash)
 
     def clear(self) -> None:
-        for name in list(self._names):
-            self.lost(name)
+        for block_hash in list(self._block_hashes):
+            self.lost(block_hash)

@@ -1,8 +1,8 @@
 """KV blocks on a disk: reads and writes beside the event loop, on threads. Whatever goes wrong is a miss.
 
     write   reserve a slot (the block it held is gone) -> queue -> thread: copy, digest, write, tell peers -> publish
-    read    pin the slot -> queue -> thread: read, compare name and digest, copy -> unpin
-            or of a peer's slab, whose owner may reuse the slot: then another name or digest is read
+    read    pin the slot -> queue -> thread: read, compare block hash and digest, copy -> unpin
+            or of a peer's slab, whose owner may reuse the slot: then another hash or digest is read
 
 Workers share a path. Each writes to its own slab and reads all of its fingerprint. A full queue drops writes. A device
 that fails or hangs several times in a row is no longer used until the store is opened again. Knows no sequence and no
@@ -38,7 +38,7 @@ from workers.kv_store.peer_slabs import PeerSlab, PeerSlabs
 from workers.kv_store.shared_index import SharedIndex, SlotContent, index_bytes, index_path
 from workers.kv_store.slab import Slab, open_slab, slab_bytes
 from workers.kv_store.slot_format import (
-    NAME_BYTES,
+    HASH_BYTES,
     PAGE_BYTES,
     decode_header,
     encode_header,
@@ -56,7 +56,7 @@ class KVStore:
     """Call it on one event loop, and close it; it then closes the slab, which may hold blocks of an earlier store.
 
     Opening reads the header of every slot, and what peers tell, which blocks. `found_prefixes`: what opening found,
-    name -> prefix, where it has one.
+    block hash -> prefix hash, where it has one.
     `read_byte_s`: seconds that reading a byte took at the opening, of several blocks at once.
     """
 
@@ -67,22 +67,22 @@ class KVStore:
         found = slab.scan(lambda page: decode_header(page, fingerprint, slab.block_bytes))
         found.sort(key=lambda each: each[1].number)
         self._number = found[-1][1].number if found else 0
-        self._index = SlotIndex(slab.num_slots, [(header.name, slot) for slot, header in found])
+        self._index = SlotIndex(slab.num_slots, [(header.block_hash, slot) for slot, header in found])
         self._recovered = len(self._index)
         for slot, header in found:
-            if self._index.slot_of(header.name) != slot:  # an older copy, which must not come back
+            if self._index.slot_of(header.block_hash) != slot:  # an older copy, which must not come back
                 slab.erase(slot)
         taken = {slot for slot, _ in found}
         free = [slot for slot in range(slab.num_slots) if slot not in taken]
         self.read_byte_s = slab.measure_reads(free, READ_THREADS)
         contents = [
-            SlotContent(slot, header.name, header.prefix)
+            SlotContent(slot, header.block_hash, header.prefix)
             for slot, header in found
-            if self._index.slot_of(header.name) == slot
+            if self._index.slot_of(header.block_hash) == slot
         ]
         self._shared = SharedIndex(index_path(slab.path), fingerprint, slab.num_slots, contents)
         self._peers = PeerSlabs(slab, fingerprint)
-        prefixes = {header.name: header.prefix for _, header in found if header.prefix is not None}
+        prefixes = {header.block_hash: header.prefix for _, header in found if header.prefix is not None}
         self.found_prefixes = self._peers.found_prefixes | prefixes
         self._readers = IOThreads("kv-store-read", READ_THREADS, MAX_READS, slab.slot_bytes)
         self._writers = IOThreads("kv-store-write", WRITE_THREADS, MAX_WRITES, slab.slot_bytes)
@@ -99,9 +99,9 @@ class KVStore:
         return self._slab.path
 
     @property
-    def names(self) -> tuple[bytes, ...]:
+    def block_hashes(self) -> tuple[bytes, ...]:
         """What is stored, least recently used first."""
-        return self._index.names
+        return self._index.block_hashes
 
     def stats(self) -> KVStoreStats:
         return KVStoreStats(
@@ -124,29 +124,31 @@ class KVStore:
 
     def watch(self, added: Callable[[bytes, int], object], gone: Callable[[bytes], object]) -> None:
         """`added` gets the prefix of each block that a peer stores from now on, if it has one. `gone` gets each
-        name that can no longer be read, before its slot is written again; perhaps twice.
+        block hash that can no longer be read, before its slot is written again; perhaps twice.
         """
         self._gone = gone
-        self._peers.watch(lambda name, prefix: self._reads.stopped or added(name, prefix), self._gone_at_peers)
+        self._peers.watch(
+            lambda block_hash, prefix: self._reads.stopped or added(block_hash, prefix), self._gone_at_peers
+        )
 
-    def match(self, names: Sequence[bytes]) -> int:
-        """How many of the first names can be read; they count as used."""
-        return 0 if self._reads.stopped else self._index.match(names, self._peers)
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many of the first blocks can be read; they count as used."""
+        return 0 if self._reads.stopped else self._index.match(hashes, self._peers)
 
     # ---- write ---------------------------------------------------------------------------------------------------
 
-    def write(self, name: bytes, block: memoryview, prefix: int | None = None) -> "asyncio.Future[bool]":
-        """Store a block and the cache log's name of the prefix that ends with it, if it has one. The block's
+    def write(self, block_hash: bytes, block: memoryview, prefix: int | None = None) -> "asyncio.Future[bool]":
+        """Store a block and the prefix hash that ends with it, if it has one. The block's
         memory must not change until the future is done. True: it can be read from now on.
 
         False: it is stored already, by a peer perhaps, or was dropped because the queue is full,
         the device fails or is too slow; or reads are stopped.
         """
-        assert len(name) == NAME_BYTES and block.nbytes == self._slab.block_bytes
-        if name in self._index or self._index.is_writing(name) or name in self._peers:
+        assert len(block_hash) == HASH_BYTES and block.nbytes == self._slab.block_bytes
+        if block_hash in self._index or self._index.is_writing(block_hash) or block_hash in self._peers:
             return _no()
         usable = not (self._closed or self._writes.stopped or self._writers.is_full)
-        reserved = self._index.reserve(name) if usable else None
+        reserved = self._index.reserve(block_hash) if usable else None
         if reserved is None:
             self._dropped += 1
             return _no()
@@ -155,15 +157,15 @@ class KVStore:
         self._number += 1
         copy = self._copies.begin(self._writes, WRITE_TIMEOUT_S)
         self._writers.submit(
-            partial(self._write_slot, reserved.slot, name, prefix, self._number, copy, block),
-            partial(self._written, copy, name),
+            partial(self._write_slot, reserved.slot, block_hash, prefix, self._number, copy, block),
+            partial(self._written, copy, block_hash),
         )
         return copy.done
 
     def _write_slot(
         self,
         slot: int,
-        name: bytes,
+        block_hash: bytes,
         prefix: int | None,
         number: int,
         copy: BlockCopy,
@@ -174,29 +176,29 @@ class KVStore:
         staged = buffer[PAGE_BYTES : PAGE_BYTES + self._slab.block_bytes]
         if not copy.copy(block, staged):
             return LATE
-        buffer[:PAGE_BYTES] = encode_header(self._fingerprint, name, prefix, number, staged)
+        buffer[:PAGE_BYTES] = encode_header(self._fingerprint, block_hash, prefix, number, staged)
         try:
             self._shared.change(SlotContent(slot))
             self._slab.write(slot, buffer)
-            self._shared.change(SlotContent(slot, name, prefix))
+            self._shared.change(SlotContent(slot, block_hash, prefix))
         except OSError as error:
             return IOResult(IOOutcome.FAILED, str(error))
         return GOOD
 
-    def _written(self, copy: BlockCopy, name: bytes, result: IOResult) -> None:
+    def _written(self, copy: BlockCopy, block_hash: bytes, result: IOResult) -> None:
         good = self._copies.ended(copy, result) and result is GOOD
         self._num_written += good
-        if good and name not in self._unwanted:
-            self._index.publish(name)
+        if good and block_hash not in self._unwanted:
+            self._index.publish(block_hash)
         else:
             good = False
-            self._erase(self._index.abandon(name))
-        self._unwanted.discard(name)
+            self._erase(self._index.abandon(block_hash))
+        self._unwanted.discard(block_hash)
         copy.finish(good and not self._reads.stopped)
 
     # ---- read ----------------------------------------------------------------------------------------------------
 
-    async def read(self, name: bytes, target: memoryview, timeout_s: float) -> bool:
+    async def read(self, block_hash: bytes, target: memoryview, timeout_s: float) -> bool:
         """Read a block into `target`, which is not written to once this has returned.
 
         False: a miss, and `target` is as it was. If cancelled, `target` is released at once too.
@@ -204,8 +206,8 @@ class KVStore:
         assert target.nbytes == self._slab.block_bytes and not target.readonly
         if self._closed or self._reads.stopped:
             return False
-        begin = self._read_own if name in self._index else self._read_peer
-        copy = begin(name, target, timeout_s)
+        begin = self._read_own if block_hash in self._index else self._read_peer
+        copy = begin(block_hash, target, timeout_s)
         if copy is None:
             return False
         try:
@@ -213,26 +215,26 @@ class KVStore:
         finally:
             copy.finish(False)  # for a caller that was cancelled
 
-    def _read_own(self, name: bytes, target: memoryview, timeout_s: float) -> BlockCopy | None:
-        slot = None if self._readers.is_full else self._index.pin(name)
+    def _read_own(self, block_hash: bytes, target: memoryview, timeout_s: float) -> BlockCopy | None:
+        slot = None if self._readers.is_full else self._index.pin(block_hash)
         if slot is None:
             return None
         copy = self._copies.begin(self._reads, timeout_s)
         self._readers.submit(
-            partial(self._read_slot, self._slab.read, slot, name, copy, target),
-            partial(self._was_read, copy, name, slot),
+            partial(self._read_slot, self._slab.read, slot, block_hash, copy, target),
+            partial(self._was_read, copy, block_hash, slot),
         )
         return copy
 
-    def _read_peer(self, name: bytes, target: memoryview, timeout_s: float) -> BlockCopy | None:
-        found = None if self._peers.readers.is_full else self._peers.find(name)
+    def _read_peer(self, block_hash: bytes, target: memoryview, timeout_s: float) -> BlockCopy | None:
+        found = None if self._peers.readers.is_full else self._peers.find(block_hash)
         if found is None:
             return None
         peer, slot = found
         copy = self._copies.begin(peer.reads, timeout_s)
         self._peers.readers.submit(
-            partial(self._read_slot, peer.read, slot, name, copy, target),
-            partial(self._was_read_at_peer, copy, name, peer, slot),
+            partial(self._read_slot, peer.read, slot, block_hash, copy, target),
+            partial(self._was_read_at_peer, copy, block_hash, peer, slot),
         )
         return copy
 
@@ -240,7 +242,7 @@ class KVStore:
         self,
         read: Callable[[int, memoryview], None],
         slot: int,
-        name: bytes,
+        block_hash: bytes,
         copy: BlockCopy,
         target: memoryview,
         buffer: memoryview,
@@ -254,58 +256,60 @@ class KVStore:
             return IOResult(IOOutcome.FAILED, str(error))
         block = buffer[PAGE_BYTES : PAGE_BYTES + self._slab.block_bytes]
         header = decode_header(buffer[:PAGE_BYTES], self._fingerprint, self._slab.block_bytes)
-        if header is None or header.name != name or not is_intact(header, block):
+        if header is None or header.block_hash != block_hash or not is_intact(header, block):
             return CORRUPT
         return GOOD if copy.copy(block, target) else LATE
 
-    def _was_read(self, copy: BlockCopy, name: bytes, slot: int, result: IOResult) -> None:
+    def _was_read(self, copy: BlockCopy, block_hash: bytes, slot: int, result: IOResult) -> None:
         self._copies.ended(copy, result)
         self._num_read += result is GOOD
         if result is CORRUPT:
             self._corrupt += 1
             if self._corrupt == 1:
                 logger.warning("slot %d of the KV store is corrupt: a miss; later ones are only counted", slot)
-        if result is not GOOD and result is not LATE and self._index.slot_of(name) == slot:
-            self.forget([name])
+        if result is not GOOD and result is not LATE and self._index.slot_of(block_hash) == slot:
+            self.forget([block_hash])
         self._index.unpin(slot)
         copy.finish(result is GOOD)
 
-    def _was_read_at_peer(self, copy: BlockCopy, name: bytes, peer: PeerSlab, slot: int, result: IOResult) -> None:
+    def _was_read_at_peer(
+        self, copy: BlockCopy, block_hash: bytes, peer: PeerSlab, slot: int, result: IOResult
+    ) -> None:
         """Another block, or a part of one, is no error: the owner has reused the slot."""
         self._copies.ended(copy, result)
         self._peer_reads += result is GOOD
         self._peer_failures += result.outcome is IOOutcome.FAILED
         if result is not GOOD and result is not LATE:
-            self._peers.report_corrupt(peer, name, slot)
+            self._peers.report_corrupt(peer, block_hash, slot)
         copy.finish(result is GOOD)
 
     # ---- the rest ------------------------------------------------------------------------------------------------
 
-    def forget(self, names: Iterable[bytes]) -> None:
+    def forget(self, hashes: Iterable[bytes]) -> None:
         """Drop these blocks, also after a restart, because their content is in doubt. Peers keep what they stored, for
         others.
         """
-        for name in names:
-            self._peers.forget(name)
-            slot = self._index.forget(name)
+        for block_hash in hashes:
+            self._peers.forget(block_hash)
+            slot = self._index.forget(block_hash)
             if slot is not None:
-                self._tell_gone(name)
+                self._tell_gone(block_hash)
                 self._erase(slot)
-            elif self._index.is_writing(name):
-                self._unwanted.add(name)
+            elif self._index.is_writing(block_hash):
+                self._unwanted.add(block_hash)
 
-    def _tell_gone(self, name: bytes) -> None:
-        if name not in self._peers:
-            self._gone(name)
+    def _tell_gone(self, block_hash: bytes) -> None:
+        if block_hash not in self._peers:
+            self._gone(block_hash)
 
-    def _gone_at_peers(self, name: bytes) -> None:
-        if name not in self._index:
-            self._gone(name)
+    def _gone_at_peers(self, block_hash: bytes) -> None:
+        if block_hash not in self._index:
+            self._gone(block_hash)
 
     def _all_gone(self) -> None:
         """Reads have stopped."""
-        for name in (*self._index.names, *self._peers.names):
-            self._gone(name)
+        for block_hash in (*self._index.block_hashes, *self._peers.block_hashes):
+            self._gone(block_hash)
 
     def _erase(self, slot: int) -> None:
         """Make a slot that leaves unreadable, then free it. Such jobs are bounded by the number of slots."""

@@ -1,6 +1,6 @@
 """The other slabs of a path: what they hold, as their shared indexes tell, and reads of their slots.
 
-    thread   every LOOK_S: which files are there, and what their indexes tell   ──>   event loop: names, found and gone
+    thread   every LOOK_S: which files are there, and what their indexes tell   ──>   event loop: blocks, found and gone
 
 Knows nothing of its own slab. Writes nothing.
 """
@@ -30,7 +30,7 @@ class PeerSlab:
         self, path: Path, own: Slab, fingerprint: bytes, inode: int, on_stop: Callable[[Iterable[bytes]], None]
     ):
         self.inode = inode
-        self.slots: dict[bytes, int] = {}  # by name; the event loop's
+        self.slots: dict[bytes, int] = {}  # by block hash; the event loop's
         self.reads = StoreHealth(f"reads of {path}", partial(on_stop, self.slots))
         self.unreported: deque[SlotChange] = deque()  # the looking thread's
         self._offset = own.offset
@@ -81,36 +81,36 @@ class PeerSlabs:
         self._added, self._gone = added, gone
         self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
 
-    def __contains__(self, name: object) -> bool:
-        return any(name in peer.slots for peer in self._peers if not peer.reads.stopped)
+    def __contains__(self, block_hash: object) -> bool:
+        return any(block_hash in peer.slots for peer in self._peers if not peer.reads.stopped)
 
     @property
-    def names(self) -> list[bytes]:
+    def block_hashes(self) -> list[bytes]:
         """What can be read; some twice."""
-        return [name for peer in self._peers if not peer.reads.stopped for name in peer.slots]
+        return [block_hash for peer in self._peers if not peer.reads.stopped for block_hash in peer.slots]
 
-    def find(self, name: bytes) -> tuple[PeerSlab, int] | None:
+    def find(self, block_hash: bytes) -> tuple[PeerSlab, int] | None:
         """Where a block is, unless its owner has reused the slot since."""
-        usable = (peer for peer in self._peers if name in peer.slots and not peer.reads.stopped)
+        usable = (peer for peer in self._peers if block_hash in peer.slots and not peer.reads.stopped)
         peer = next(usable, None)
-        return None if peer is None else (peer, peer.slots[name])
+        return None if peer is None else (peer, peer.slots[block_hash])
 
     @property
     def stopped(self) -> list[str]:
         """Why which slabs are no longer read."""
         return [f"{peer.reads.what}: {peer.reads.stopped}" for peer in self._peers if peer.reads.stopped]
 
-    def forget(self, name: bytes) -> None:
+    def forget(self, block_hash: bytes) -> None:
         """Do not read it again from where it is now."""
-        if [peer for peer in self._peers if peer.slots.pop(name, None) is not None]:
-            self._gone(name)
+        if [peer for peer in self._peers if peer.slots.pop(block_hash, None) is not None]:
+            self._gone(block_hash)
 
-    def report_corrupt(self, peer: PeerSlab, name: bytes, slot: int) -> None:
+    def report_corrupt(self, peer: PeerSlab, block_hash: bytes, slot: int) -> None:
         """The slot has no such block."""
-        if peer.slots.get(name) == slot:
-            del peer.slots[name]
-            if name not in self:
-                self._gone(name)
+        if peer.slots.get(block_hash) == slot:
+            del peer.slots[block_hash]
+            if block_hash not in self:
+                self._gone(block_hash)
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
@@ -153,23 +153,23 @@ class PeerSlabs:
         for peer, changes in seen.changes:
             if peer not in self._peers:
                 self._peers.append(peer)
-            for (slot, name, prefix), old in changes:
+            for (slot, block_hash, prefix), old in changes:
                 if old is not None and peer.slots.get(old) == slot:
                     del peer.slots[old]
                     gone.append(old)
-                if name is not None:
-                    peer.slots[name] = slot
+                if block_hash is not None:
+                    peer.slots[block_hash] = slot
                     if prefix is not None and not peer.reads.stopped:
-                        self._added(name, prefix)
-        for name in gone:
-            if name not in self:
-                self._gone(name)
+                        self._added(block_hash, prefix)
+        for block_hash in gone:
+            if block_hash not in self:
+                self._gone(block_hash)
 
-    def _stop(self, names: Iterable[bytes]) -> None:
+    def _stop(self, hashes: Iterable[bytes]) -> None:
         """Reads of a slab with these have failed several times in a row."""
-        for name in names:
-            if name not in self:
-                self._gone(name)
+        for block_hash in hashes:
+            if block_hash not in self:
+                self._gone(block_hash)
 
     def stop(self) -> tuple[IOThreads, ...]:
         """No more looks. Returns the threads, which end."""

@@ -45,14 +45,14 @@ from workers.kv_store.io_threads import (
     IOThreads,
 )
 from workers.kv_store.known_blocks import MAX_KNOWN, KnownBlocks
-from workers.kv_store.slot_format import NAME_BYTES, PAGE_BYTES, decode_header, encode_header, is_intact, slot_bytes
+from workers.kv_store.slot_format import HASH_BYTES, PAGE_BYTES, decode_header, encode_header, is_intact, slot_bytes
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0  # without a byte from the server
 UPLOAD_TIMEOUT_S = 5.0
-MAX_ASKED = 256  # names in one question
+MAX_ASKED = 256  # block hashes in one question
 DEFAULT_BYTE_S = 1e-8  # of a server that does not answer at the start
 PROBE_READS = 8
 READ_BYTES = 1 << 20  # that the client takes from its socket at once: fewer, larger copies
@@ -61,8 +61,8 @@ READ_BYTES = 1 << 20  # that the client takes from its socket at once: fewer, la
 class RemoteStore:
     """Call it on one event loop, and close it. `client` is then its own.
 
-    `added` gets what others have written and this worker has read, with the cache log's name of the prefix, and
-    `gone` each name that was known to be there and may not be any more. `read_byte_s`: seconds that reading a
+    `added` gets what others have written and this worker has read, with the prefix hash, and
+    `gone` each block hash that was known to be there and may not be any more. `read_byte_s`: seconds that reading a
     byte took at the start, of several blocks at once. `problem`: why the server did not answer then.
     """
 
@@ -74,7 +74,7 @@ class RemoteStore:
         self._block_bytes = block_bytes
         self._problem = problem
         self.read_byte_s = read_byte_s
-        self.added: Callable[[bytes, int], object] = lambda name, prefix: None
+        self.added: Callable[[bytes, int], object] = lambda block_hash, prefix: None
         self._readers = IOThreads("kv-remote-read", READ_THREADS, MAX_READS, PAGE_BYTES)
         self._writers = IOThreads("kv-remote-write", WRITE_THREADS, MAX_WRITES, slot_bytes(block_bytes))
         self.known = KnownBlocks()
@@ -108,9 +108,9 @@ class RemoteStore:
 
     # ---- find ----------------------------------------------------------------------------------------------------
 
-    async def find(self, names: Sequence[bytes], timeout_s: float) -> int:
-        """How many of the first names the server has; 0 if it does not say so in time."""
-        if not names or self._closed or self._reads.stopped or self._readers.is_full:
+    async def find(self, hashes: Sequence[bytes], timeout_s: float) -> int:
+        """How many of the first blocks the server has; 0 if it does not say so in time."""
+        if not hashes or self._closed or self._reads.stopped or self._readers.is_full:
             return 0
         count = 0
 
@@ -118,26 +118,26 @@ class RemoteStore:
             nonlocal count
             count = result.found
             if result.outcome is IOOutcome.GOOD:
-                for name in names[count : count + 1]:
-                    self.known.lost(name)
+                for block_hash in hashes[count : count + 1]:
+                    self.known.lost(block_hash)
             self._copies.ended(job, result)
             job.finish(result.outcome is IOOutcome.GOOD)
 
         job = self._copies.begin(self._reads, timeout_s)
-        self._readers.submit(partial(self._ask, names, job), ended)
+        self._readers.submit(partial(self._ask, hashes, job), ended)
         await self._wait(job)
-        return next((place for place, name in enumerate(names[:count]) if name in self._doubtful), count)
+        return next((place for place, block_hash in enumerate(hashes[:count]) if block_hash in self._doubtful), count)
 
-    def _ask(self, names: Sequence[bytes], job: BlockCopy, _: memoryview) -> IOResult:
+    def _ask(self, hashes: Sequence[bytes], job: BlockCopy, _: memoryview) -> IOResult:
         """On a thread. A value of another size is not there."""
         count = 0
         try:
-            for first in range(0, len(names), MAX_ASKED):
+            for first in range(0, len(hashes), MAX_ASKED):
                 if job.is_over:
                     return LATE
                 asked = self._client.pipeline(transaction=False)
-                for name in names[first : first + MAX_ASKED]:
-                    asked.strlen(self._key(name))
+                for block_hash in hashes[first : first + MAX_ASKED]:
+                    asked.strlen(self._key(block_hash))
                 sizes = asked.execute(raise_on_error=False)
                 there = [size == PAGE_BYTES + self._block_bytes for size in sizes]
                 count += [*there, False].index(False)
@@ -149,53 +149,59 @@ class RemoteStore:
 
     # ---- write ---------------------------------------------------------------------------------------------------
 
-    async def write(self, name: bytes, block: memoryview, prefix: int | None = None) -> bool:
+    async def write(self, block_hash: bytes, block: memoryview, prefix: int | None = None) -> bool:
         """Store a block, whose memory must not change meanwhile. Whether it is there and can be read, as far as known.
 
         False also if the queue is full, the server fails, is full or is too slow, or reads are stopped.
         """
-        assert len(name) == NAME_BYTES and block.nbytes == self._block_bytes
-        if name in self.known:
-            self.known.found(name)
+        assert len(block_hash) == HASH_BYTES and block.nbytes == self._block_bytes
+        if block_hash in self.known:
+            self.known.found(block_hash)
             return True
-        if name in self._writing:
+        if block_hash in self._writing:
             return False
         if self._closed or self._writes.stopped or self._writers.is_full:
             self._dropped += 1
             return False
-        self._writing.add(name)
+        self._writing.add(block_hash)
         job = self._copies.begin(self._writes, UPLOAD_TIMEOUT_S)
-        is_doubtful = name in self._doubtful
+        is_doubtful = block_hash in self._doubtful
 
         def ended(result: IOResult) -> None:
-            self._writing.discard(name)
+            self._writing.discard(block_hash)
             if result is GOOD:
                 self._written += 1
                 if is_doubtful:
-                    self._doubtful.pop(name, None)
+                    self._doubtful.pop(block_hash, None)
             self._copies.ended(job, result)
             job.finish(result is GOOD or result is MISS)  # a miss: another worker has written it
 
-        self._writers.submit(partial(self._set, name, prefix, job, block, is_doubtful), ended)
-        is_there = await self._wait(job) and name not in self._doubtful and not self._reads.stopped
+        self._writers.submit(partial(self._set, block_hash, prefix, job, block, is_doubtful), ended)
+        is_there = await self._wait(job) and block_hash not in self._doubtful and not self._reads.stopped
         if is_there:
-            self.known.found(name)
+            self.known.found(block_hash)
         return is_there
 
     def _set(
-        self, name: bytes, prefix: int | None, job: BlockCopy, block: memoryview, is_doubtful: bool, buffer: memoryview
+        self,
+        block_hash: bytes,
+        prefix: int | None,
+        job: BlockCopy,
+        block: memoryview,
+        is_doubtful: bool,
+        buffer: memoryview,
     ) -> IOResult:
         """On a thread. What another worker has written is not sent again."""
         value = buffer[: PAGE_BYTES + self._block_bytes]
         if job.is_over:
             return LATE
-        key = self._key(name)
+        key = self._key(block_hash)
         try:
             if not is_doubtful and self._client.strlen(key) == len(value):
                 return MISS
             if not job.copy(block, value[PAGE_BYTES:]):
                 return LATE
-            value[:PAGE_BYTES] = encode_header(self._fingerprint, name, prefix, 0, value[PAGE_BYTES:])
+            value[:PAGE_BYTES] = encode_header(self._fingerprint, block_hash, prefix, 0, value[PAGE_BYTES:])
             self._client.set(key, value)
         except Exception as error:  # a reply may be anything
             return _failed(error)
@@ -203,21 +209,21 @@ class RemoteStore:
 
     # ---- read ----------------------------------------------------------------------------------------------------
 
-    async def read(self, name: bytes, target: memoryview, timeout_s: float) -> bool:
+    async def read(self, block_hash: bytes, target: memoryview, timeout_s: float) -> bool:
         """Read a block into `target`, which is not written to once this has returned.
 
         False: a miss, and `target` is as it was. If cancelled, `target` is released at once too.
         """
         assert target.nbytes == self._block_bytes and not target.readonly
-        if self._closed or self._reads.stopped or self._readers.is_full or name in self._doubtful:
+        if self._closed or self._reads.stopped or self._readers.is_full or block_hash in self._doubtful:
             return False
         job = self._copies.begin(self._reads, timeout_s)
 
         def ended(result: IOResult) -> None:
             if result.outcome is IOOutcome.GOOD:
                 self._read += 1
-                if result.prefix is not None and name not in self.known:
-                    self.added(name, result.prefix)
+                if result.prefix is not None and block_hash not in self.known:
+                    self.added(block_hash, result.prefix)
             elif result is CORRUPT:
                 self._corrupt += 1
                 if self._corrupt == 1:
@@ -225,16 +231,16 @@ class RemoteStore:
             self._copies.ended(job, result)
             job.finish(result.outcome is IOOutcome.GOOD)
 
-        self._readers.submit(partial(self._get, name, job, target), ended)
+        self._readers.submit(partial(self._get, block_hash, job, target), ended)
         arrived = await self._wait(job)
-        (self.known.found if arrived else self.known.lost)(name)
+        (self.known.found if arrived else self.known.lost)(block_hash)
         return arrived
 
-    def _get(self, name: bytes, job: BlockCopy, target: memoryview, _: memoryview) -> IOResult:
+    def _get(self, block_hash: bytes, job: BlockCopy, target: memoryview, _: memoryview) -> IOResult:
         """On a thread."""
         if job.is_over:
             return LATE
-        key, size = self._key(name), PAGE_BYTES + self._block_bytes
+        key, size = self._key(block_hash), PAGE_BYTES + self._block_bytes
         try:
             value = memoryview(cast(bytes, self._client.getrange(key, 0, size)))  # not more, whatever is there
             if not value:
@@ -242,7 +248,7 @@ class RemoteStore:
             header = (
                 decode_header(value[:PAGE_BYTES], self._fingerprint, self._block_bytes) if len(value) == size else None
             )
-            if header is None or header.name != name or not is_intact(header, value[PAGE_BYTES:]):
+            if header is None or header.block_hash != block_hash or not is_intact(header, value[PAGE_BYTES:]):
                 self._client.delete(key)  # so that it is written again
                 return CORRUPT
         except Exception as error:  # a reply may be anything
@@ -251,13 +257,13 @@ class RemoteStore:
 
     # ---- the rest ------------------------------------------------------------------------------------------------
 
-    def forget(self, names: Iterable[bytes]) -> None:
+    def forget(self, hashes: Iterable[bytes]) -> None:
         """The content of these is in doubt: they are not read until they have been written again."""
         keys = []
-        for name in names:
-            self.known.lost(name)
-            self._doubtful[name] = None
-            keys.append(self._key(name))
+        for block_hash in hashes:
+            self.known.lost(block_hash)
+            self._doubtful[block_hash] = None
+            keys.append(self._key(block_hash))
             if len(self._doubtful) > MAX_KNOWN:
                 self._doubtful.popitem(last=False)
 
@@ -269,8 +275,8 @@ class RemoteStore:
         if keys and not (self._closed or self._writes.stopped or self._writers.is_full):
             self._writers.submit(delete, lambda _: None)
 
-    def _key(self, name: bytes) -> str:
-        return f"diptych:{self._fingerprint.hex()}:{name.hex()}"
+    def _key(self, block_hash: bytes) -> str:
+        return f"diptych:{self._fingerprint.hex()}:{block_hash.hex()}"
 
     async def _wait(self, job: BlockCopy) -> bool:
         try:

@@ -8,7 +8,7 @@
     reader   the number; then the ring from the last change it knows on, or the table if the ring has lost that one
 
 A change is a record with a digest, and a torn one is ignored. The file is a hint: whoever reads a slot compares its
-name, fingerprint and digest. It is not mapped, because a mapped file that cannot be read ends the process.
+hash, fingerprint and digest. It is not mapped, because a mapped file that cannot be read ends the process.
 """
 
 import os
@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_digest
 
-from workers.kv_store.slot_format import NAME_BYTES, NO_PREFIX, PAGE_BYTES
+from workers.kv_store.slot_format import HASH_BYTES, NO_PREFIX, PAGE_BYTES
 
 RING = 4096
 _MAGIC = b"diptyidx"
 _FORMAT = 1
 _TITLE = struct.Struct("<8sI32sQ8s")  # magic, format, fingerprint, number of slots, id of this opening
 _NUMBER = struct.Struct("<Q")
-_CHANGE = struct.Struct("<QQ16sQ")  # number, twice the slot and 1 if it has a block, name, prefix
+_CHANGE = struct.Struct("<QQ16sQ")  # number, twice the slot and 1 if it has a block, block hash, prefix
 _DIGEST_BYTES = 8
 _TITLE_BYTES = _TITLE.size + _DIGEST_BYTES
 RECORD_BYTES = _CHANGE.size + _DIGEST_BYTES
@@ -36,15 +36,15 @@ _TABLE = PAGE_BYTES + RING * RECORD_BYTES  # where it begins
 
 
 class SlotContent(NamedTuple):
-    """`name` is None: no block that can be read. `prefix` as in a slot's header."""
+    """`block_hash` is None: no block that can be read. `prefix` as in a slot's header."""
 
     slot: int
-    name: bytes | None = None
+    block_hash: bytes | None = None
     prefix: int | None = None
 
 
 class SlotChange(NamedTuple):
-    """`old`: the name before."""
+    """`old`: the block hash before."""
 
     content: SlotContent
     old: bytes | None
@@ -104,7 +104,7 @@ class SharedIndexReader:
         self._fingerprint = fingerprint
         self._title = b""
         self._number = 0
-        self._names: dict[int, bytes] = {}  # slot -> name
+        self._block_hashes: dict[int, bytes] = {}  # by slot
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def changes(self) -> list[SlotChange]:
@@ -116,7 +116,7 @@ class SharedIndexReader:
         (number,) = _NUMBER.unpack(last)
         magic, form, fingerprint, num_slots, _ = _TITLE.unpack(title[: _TITLE.size])
         if (magic, form, fingerprint) != (_MAGIC, _FORMAT, self._fingerprint):
-            return list(self._changed(SlotContent(slot) for slot in list(self._names)))
+            return list(self._changed(SlotContent(slot) for slot in list(self._block_hashes)))
         contents = self._newer(number) if title == self._title else None
         if contents is None:
             contents = self._table(num_slots)
@@ -141,14 +141,14 @@ class SharedIndexReader:
         data = memoryview(os.pread(self._file, max(0, num_slots) * RECORD_BYTES, _TABLE))
         records = (data[start : start + RECORD_BYTES] for start in range(0, len(data), RECORD_BYTES))
         there = {found[1].slot: found[1] for record in records if (found := _decode(record)) is not None}
-        return [*there.values(), *(SlotContent(slot) for slot in self._names if slot not in there)]
+        return [*there.values(), *(SlotContent(slot) for slot in self._block_hashes if slot not in there)]
 
     def _changed(self, contents: Iterable[SlotContent]) -> Iterator[SlotChange]:
         for content in contents:
-            old = self._names.pop(content.slot, None)
-            if content.name is not None:
-                self._names[content.slot] = content.name
-            if old != content.name:
+            old = self._block_hashes.pop(content.slot, None)
+            if content.block_hash is not None:
+                self._block_hashes[content.slot] = content.block_hash
+            if old != content.block_hash:
                 yield SlotChange(content, old)
 
     def close(self) -> None:
@@ -168,14 +168,14 @@ def _is_whole(record: bytes | memoryview) -> bool:
 
 
 def _record(number: int, content: SlotContent) -> bytes:
-    name = content.name if content.name is not None else bytes(NAME_BYTES)
+    block_hash = content.block_hash if content.block_hash is not None else bytes(HASH_BYTES)
     prefix = content.prefix if content.prefix is not None else NO_PREFIX
-    return _sealed(_CHANGE.pack(number, 2 * content.slot + (content.name is not None), name, prefix))
+    return _sealed(_CHANGE.pack(number, 2 * content.slot + (content.block_hash is not None), block_hash, prefix))
 
 
 def _decode(record: bytes | memoryview) -> tuple[int, SlotContent] | None:
     """The number of a change and what it tells. None: it was not written completely, or never."""
     if len(record) != RECORD_BYTES or not _is_whole(record):
         return None
-    number, place, name, prefix = _CHANGE.unpack(record[: _CHANGE.size])
-    return number, SlotContent(place >> 1, name if place & 1 else None, prefix if prefix != NO_PREFIX else None)
+    number, place, block_hash, prefix = _CHANGE.unpack(record[: _CHANGE.size])
+    return number, SlotContent(place >> 1, block_hash if place & 1 else None, prefix if prefix != NO_PREFIX else None)

@@ -2,7 +2,7 @@
 
     page 0: a title, written and read back at open    slot 0: header page, block    slot 1 ...
 
-Direct I/O where the file system has it, else buffered. Knows no name and no checksum.
+Direct I/O where the file system has it, else buffered. Knows no block hash and no checksum.
 """
 
 import errno

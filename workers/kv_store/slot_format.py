@@ -1,6 +1,6 @@
 """The format of a slot: a page with the header, then one block.
 
-The header binds the block's name to what the bytes mean (the fingerprint) and to a digest of the bytes, and has a
+The header binds the block's hash to what the bytes mean (the fingerprint) and to a digest of the bytes, and has a
 digest of its own. So a write that was torn at any place is recognized, and a slot of another model, layout, version or
 format. xxh3 finds corruption, not attacks: the folder must be as private as the KV. Knows bytes, no file.
 """
@@ -16,10 +16,10 @@ from kvtransfer.layout import KVLayout
 
 FORMAT = 3  # change it with the meaning of a slot's bytes
 PAGE_BYTES = 4096  # direct I/O needs this alignment
-NAME_BYTES = 16
+HASH_BYTES = 16
 _MAGIC = b"diptych-"
 _FIELDS = struct.Struct("<8sIQ32s16sQQ16s")
-# magic, format, block bytes, fingerprint, name, prefix, number, digest of the block
+# magic, format, block bytes, fingerprint, block hash, prefix hash, number, digest of the block
 _DIGEST_BYTES = 16
 NO_PREFIX = (1 << 64) - 1
 _TITLE = struct.Struct("<8sIQ32s")  # magic, format, block bytes, fingerprint: how page 0 begins
@@ -33,18 +33,18 @@ class SlabTitle(NamedTuple):
 
 
 class SlotHeader(NamedTuple):
-    """`prefix`: the cache log's name of the prefix that ends with the block, if it has one. `number` grows with every
+    """`prefix`: the prefix hash that ends with the block, if it has one. `number` grows with every
     write into the file.
     """
 
-    name: bytes
+    block_hash: bytes
     prefix: int | None
     number: int
     digest: bytes
 
 
 def fingerprint(layout: KVLayout, *computed_by: str) -> bytes:
-    """Equal where equal names mean equal bytes. `computed_by`: all else that the bits depend on, such as versions.
+    """Equal where equal hashes mean equal bytes. `computed_by`: all else that the bits depend on, such as versions.
 
     `layout.model` covers the weights and the model's configuration, with its rope; the layout has dtype and shard.
     """
@@ -80,9 +80,9 @@ def is_header(page: memoryview) -> bool:
     return page[: len(_MAGIC)] == _MAGIC and _is_whole(page, _FIELDS.size)
 
 
-def encode_header(fingerprint: bytes, name: bytes, prefix: int | None, number: int, block: memoryview) -> bytes:
+def encode_header(fingerprint: bytes, block_hash: bytes, prefix: int | None, number: int, block: memoryview) -> bytes:
     known = NO_PREFIX if prefix is None else prefix
-    fields = _FIELDS.pack(_MAGIC, FORMAT, len(block), fingerprint, name, known, number, xxh3_128_digest(block))
+    fields = _FIELDS.pack(_MAGIC, FORMAT, len(block), fingerprint, block_hash, known, number, xxh3_128_digest(block))
     return (fields + xxh3_128_digest(fields)).ljust(PAGE_BYTES, b"\0")
 
 
@@ -90,10 +90,10 @@ def decode_header(page: memoryview, fingerprint: bytes, block_bytes: int) -> Slo
     """None: no slot of this format, fingerprint and size was written completely here."""
     if not _is_whole(page, _FIELDS.size):
         return None
-    magic, form, size, made_by, name, prefix, number, digest = _FIELDS.unpack(page[: _FIELDS.size])
+    magic, form, size, made_by, block_hash, prefix, number, digest = _FIELDS.unpack(page[: _FIELDS.size])
     if (magic, form, size, made_by) != (_MAGIC, FORMAT, block_bytes, fingerprint):
         return None
-    return SlotHeader(name, None if prefix == NO_PREFIX else prefix, number, digest)
+    return SlotHeader(block_hash, None if prefix == NO_PREFIX else prefix, number, digest)
 
 
 def is_intact(header: SlotHeader, block: memoryview) -> bool:

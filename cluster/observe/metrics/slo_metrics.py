@@ -42,7 +42,7 @@ def slo_families(attainment: GatewayAttainment, gateway: str) -> Iterator[Metric
     text = "Requests served by workers of another role, since none of this role was ready."
     yield counter("diptych_fallback_requests", text, ("gateway", "role"), rows(attainment.fallbacks))
     text = "Cached prefixes for which this gateway's prefix index had no room."
-    yield counter("diptych_prefix_index_dropped", text, ("gateway", "tier"), rows(attainment.dropped_names))
+    yield counter("diptych_prefix_index_dropped", text, ("gateway", "tier"), rows(attainment.dropped_hashes))
     moved = [((gateway,), attainment.moved_bytes)]
     yield counter("diptych_migrated_bytes", "KV fetched for migrations of decodes.", ("gateway",), moved)
     labels = ("gateway", "from", "to")

@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.baselines.load_based import LeastLoaded
 from cluster.policy.routing.picking import WorkerLookup, Workers, fitting
-from cluster.policy.routing.prefix_index import NO_MATCH, Match, PrefixIndex, chain
+from cluster.policy.routing.prefix_index import NO_MATCH, Match, PrefixIndex, prefix_hashes
 from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import Role
 from diptych.view import WorkerView
@@ -30,7 +30,7 @@ class CacheAware(LeastLoaded):
         self._asked: tuple[Request, float] | None = None
         self._find = WorkerLookup()
         self._named: Request | None = None
-        self._names: list[int] = []
+        self._hashes: list[int] = []
         self._matches: dict[str, Match] = {}
 
     def cached_tokens(self, ask: PlacementRequest, worker: WorkerView) -> int:
@@ -56,16 +56,16 @@ class CacheAware(LeastLoaded):
         """Look up all workers at once; the latest request is cached."""
         if self._asked is not None and self._asked[0] is ask.request and self._asked[1] == ask.now_s:
             return
-        self._matches = self._index.matches(self.names(ask), ask.now_s, prompt_of(ask.request))
+        self._matches = self._index.matches(self.hashes(ask), ask.now_s, prompt_of(ask.request))
         self._asked = ask.request, ask.now_s
 
-    def names(self, ask: PlacementRequest) -> list[int]:
-        """Names of the prompt's prefixes; the latest request is cached."""
+    def hashes(self, ask: PlacementRequest) -> list[int]:
+        """Hashes of the prompt's prefixes; the latest request is cached."""
         request = ask.request
         if self._named is not request:
-            self._names = chain(prompt_of(request), self._index.grain, salt=request.cache_salt)
+            self._hashes = prefix_hashes(prompt_of(request), self._index.grain, salt=request.cache_salt)
             self._named = request
-        return self._names
+        return self._hashes
 
     def placed(self, ask: PlacementRequest, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
         return Placement(prefill.name, decode.name, reason, cached_tokens=self.cached_tokens(ask, prefill))
@@ -73,7 +73,7 @@ class CacheAware(LeastLoaded):
     def began(self, ask: PlacementRequest, placement: Placement) -> None:
         worker = self._find(ask.view, placement.prefill)
         if worker is not None:
-            self._index.expect(ask.request.key, worker.name, worker.incarnation, self.names(ask))
+            self._index.expect(ask.request.key, worker.name, worker.incarnation, self.hashes(ask))
         self._asked = None  # the next lookup sees it
 
 
@@ -135,7 +135,7 @@ class Mooncake(MooncakeLocal):
 
     def choose(self, ask: PlacementRequest) -> Placement | None:
         """Look up once what each worker has. Of equals none for prefill: it may have the answer to an earlier prompt
-        too, which names show only in part. Then the one with the fewest readers.
+        too, which hashes show only in part. Then the one with the fewest readers.
         """
         most = ask.request.num_tokens - 1
         owners = ((min(self.latency.lendable(each, self.match(ask, each)), most), each) for each in fitting(ask))

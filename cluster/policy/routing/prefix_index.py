@@ -1,11 +1,11 @@
 """Which workers have which prefix cached, by their cache events and by the prompts that this gateway sent.
 
-    chain(prompt)    128  256  384  512     names of ever longer prefixes
-    holders         {a b} {a b} {a}  {}     of each name, as one integer with a bit for each worker
+    prefix_hashes    128  256  384  512     of ever longer prefixes of a prompt
+    holders         {a b} {a b} {a}  {}     of each hash, as one integer with a bit for each worker
     matches         {a: 384, b: 256}
 
-A lookup walks the chain once for all workers whose names have the same spacing. A worker's names are as many as its
-blocks; all of them together at most `MAX_NAMES` in a tier. What one worker knows to be on a remote server, all that
+A lookup walks a prompt's hashes once for all workers with hashes of the same spacing. A worker has as many as it has
+blocks; all of them together at most `MAX_HASHES` in a tier. What one worker knows to be on a remote server, all that
 use this server can read. Pure: time is an argument.
 """
 
@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from itertools import compress
 from typing import NamedTuple
 
-from workers.kv_events import GRAIN, KV_TIERS, KVEvents, NameChanges, chain
+from workers.kv_events import GRAIN, KV_TIERS, HashChanges, KVEvents, prefix_hashes
 
-__all__ = ["GRAIN", "Match", "PrefixIndex", "chain"]
+__all__ = ["GRAIN", "Match", "PrefixIndex", "prefix_hashes"]
 
 EXPECT_S = 1.0  # longer than cache events take to arrive
 MAX_ANSWERS = 8192  # whose last tokens are remembered
 _FEW = 12  # set bits up to which finding them one by one is faster
-MAX_NAMES = 1 << 24  # of each tier: 134 million blocks of 16 tokens, 1.6 GiB
+MAX_HASHES = 1 << 24  # of each tier: 134 million blocks of 16 tokens, 1.6 GiB
 _MAX_SHAPES = 1 << 16
 _MAX_GROUPS = 1 << 10
 _TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
@@ -54,31 +54,31 @@ NO_MATCH = Match(0)
 
 
 class _Expected(NamedTuple):
-    """A prompt that was sent: the names that it will add to a worker's cache."""
+    """A prompt that was sent: the hashes that it will add to a worker's cache."""
 
     worker: str
     bit: Bits
-    names: list[int]
+    hashes: list[int]
 
 
 class _Holders(dict[int, Bits]):
-    """Name -> workers that have it. Equal sets are one object: the names of a chain mostly have the same holders."""
+    """Hash -> workers that have it. Equal sets are one object: the hashes of a prompt mostly have the same holders."""
 
     def __init__(self) -> None:
         super().__init__()
         self._shapes: dict[Bits, Bits] = {}
 
-    def add(self, name: int, bit: Bits) -> None:
-        held = self.get(name)
-        self[name] = bit if held is None else self._shared(held | bit)
+    def add(self, prefix_hash: int, bit: Bits) -> None:
+        held = self.get(prefix_hash)
+        self[prefix_hash] = bit if held is None else self._shared(held | bit)
 
-    def discard(self, name: int, bit: Bits) -> None:
-        held = self.get(name, 0)
+    def discard(self, prefix_hash: int, bit: Bits) -> None:
+        held = self.get(prefix_hash, 0)
         if held & bit:
             if held == bit:
-                del self[name]
+                del self[prefix_hash]
             else:
-                self[name] = self._shared(held ^ bit)
+                self[prefix_hash] = self._shared(held ^ bit)
 
     def _shared(self, bits: Bits) -> Bits:
         if len(self._shapes) >= _MAX_SHAPES:
@@ -87,36 +87,36 @@ class _Holders(dict[int, Bits]):
 
 
 class _TierIndex:
-    """One cache tier: the holders of each name, and the names each worker may hold, for when it goes away."""
+    """One cache tier: the holders of each hash, and the hashes each worker may hold, for when it goes away."""
 
-    def __init__(self, max_names: int) -> None:
+    def __init__(self, max_hashes: int) -> None:
         self.holders = _Holders()
-        self.dropped = 0  # names that did not fit
-        self._max_names = max_names
-        self._names: dict[Bits, array[int]] = {}
-        self._least: dict[Bits, int] = {}  # number of names below which compaction does not pay
+        self.dropped = 0  # hashes that did not fit
+        self._max_hashes = max_hashes
+        self._hashes: dict[Bits, array[int]] = {}
+        self._least: dict[Bits, int] = {}  # number of hashes below which compaction does not pay
 
-    def change(self, bit: Bits, changes: NameChanges) -> None:
-        for name in changes.removed:
-            self.holders.discard(name, bit)
+    def change(self, bit: Bits, changes: HashChanges) -> None:
+        for prefix_hash in changes.removed:
+            self.holders.discard(prefix_hash, bit)
         if not changes.added:
             return
         added = changes.added
-        if len(self.holders) + len(added) > self._max_names:  # the index is full: what is new is not known
-            added = tuple(name for name in added if name in self.holders)
+        if len(self.holders) + len(added) > self._max_hashes:  # the index is full: what is new is not known
+            added = tuple(prefix_hash for prefix_hash in added if prefix_hash in self.holders)
             self.dropped += len(changes.added) - len(added)
-        names = self._names.setdefault(bit, array("Q"))
-        for name in added:
-            self.holders.add(name, bit)
-        names.extend(added)
-        if len(names) > self._least.get(bit, 1024):
-            there = [name for name in dict.fromkeys(names) if self.holders.get(name, 0) & bit]
-            self._names[bit] = array("Q", there)
+        hashes = self._hashes.setdefault(bit, array("Q"))
+        for prefix_hash in added:
+            self.holders.add(prefix_hash, bit)
+        hashes.extend(added)
+        if len(hashes) > self._least.get(bit, 1024):
+            there = [prefix_hash for prefix_hash in dict.fromkeys(hashes) if self.holders.get(prefix_hash, 0) & bit]
+            self._hashes[bit] = array("Q", there)
             self._least[bit] = 2 * max(512, len(there))
 
     def forget(self, bit: Bits) -> None:
-        for name in self._names.pop(bit, ()):
-            self.holders.discard(name, bit)
+        for prefix_hash in self._hashes.pop(bit, ()):
+            self.holders.discard(prefix_hash, bit)
         self._least.pop(bit, None)
 
 
@@ -127,58 +127,58 @@ class PrefixIndex:
     once it is computed or abandoned. It then counts for another `expect_s`, until the worker's events have arrived.
     """
 
-    def __init__(self, grain: int = GRAIN, expect_s: float = EXPECT_S, max_names: int = MAX_NAMES) -> None:
+    def __init__(self, grain: int = GRAIN, expect_s: float = EXPECT_S, max_hashes: int = MAX_HASHES) -> None:
         self.grain = grain
         self._expect_s = expect_s
-        self._device = _TierIndex(max_names)
-        self._host = _TierIndex(max_names)
-        self._disk = _TierIndex(max_names)
-        self._remote = _TierIndex(max_names)
+        self._device = _TierIndex(max_hashes)
+        self._host = _TierIndex(max_hashes)
+        self._disk = _TierIndex(max_hashes)
+        self._remote = _TierIndex(max_hashes)
         self._tiers = (self._device, self._host, self._disk, self._remote)
         self._sharing: dict[str, Bits] = {}  # remote server -> the workers that read from it
         self._readers: dict[Bits, Bits] = {}  # who told of a block on a server -> who can read it
         self._slots: dict[str, int] = {}  # worker -> its bit's number
         self.membership_version = 0  # grows when a worker comes, restarts or goes
         self._incarnations: dict[str, str] = {}  # worker -> the incarnation whose cache this is
-        self._by_step: dict[int, Bits] = {}  # these workers have every step-th name of a chain
+        self._by_step: dict[int, Bits] = {}  # these workers have every step-th hash of a prompt
         self._workers: list[str] = []  # slot -> worker
         self._free: list[int] = []
         self._groups: dict[Bits, tuple[str, ...]] = {}
         self._expected_holders = _Holders()
-        self._expected_counts: dict[tuple[int, Bits], int] = {}  # (name, worker) -> prompts expected to add it
+        self._expected_counts: dict[tuple[int, Bits], int] = {}  # (hash, worker) -> prompts expected to add it
         self._expected: dict[str, _Expected] = {}
         self._settled: deque[tuple[float, str]] = deque()  # (until when it counts, key)
         self._answers: OrderedDict[int, tuple[Bits, tuple[int, ...]]] = (
             OrderedDict()
-        )  # last name -> worker, and the rest
+        )  # last hash -> worker, and the rest
 
     # ---- lookups ---------------------------------------------------------------------------------------------
 
-    def matches(self, names: Sequence[int], now_s: float = 0.0, prompt: Sequence[int] = ()) -> dict[str, Match]:
-        """How much of this chain each worker has; workers without any are left out.
+    def matches(self, hashes: Sequence[int], now_s: float = 0.0, prompt: Sequence[int] = ()) -> dict[str, Match]:
+        """How much of the prompt with these hashes each worker has; workers without any are left out.
 
-        `prompt`: the tokens, to find what an `answered` worker has behind its last name. Check `is_of` for a worker
+        `prompt`: the tokens, to find what an `answered` worker has behind its last hash. Check `is_of` for a worker
         that may have restarted.
         """
         found: dict[str, Match] = {}
-        for tokens, holders, behind in self.depths(names, now_s, prompt):
+        for tokens, holders, behind in self.depths(hashes, now_s, prompt):
             self._found(found, holders, tokens, behind)
         return found
 
-    def depths(self, names: Sequence[int], now_s: float = 0.0, prompt: Sequence[int] = ()) -> list[Depth]:
+    def depths(self, hashes: Sequence[int], now_s: float = 0.0, prompt: Sequence[int] = ()) -> list[Depth]:
         """The same with sets of workers as bits of their slots; each worker appears once."""
         self._expire(now_s)
         found: list[Depth] = []
         for step, workers in self._by_step.items():
-            self._walk(found, names[step - 1 :: step] if step > 1 else names, workers, step * self.grain)
+            self._walk(found, hashes[step - 1 :: step] if step > 1 else hashes, workers, step * self.grain)
         if self._answers and prompt:
-            self._add_answers(found, names, prompt)
+            self._add_answers(found, hashes, prompt)
         return found
 
-    def _add_answers(self, found: list[Depth], names: Sequence[int], prompt: Sequence[int]) -> None:
-        """A worker that computed an answer has it to its end, not only to its last name."""
+    def _add_answers(self, found: list[Depth], hashes: Sequence[int], prompt: Sequence[int]) -> None:
+        """A worker that computed an answer has it to its end, not only to its last hash."""
         for place, (depth, holders, behind) in enumerate(found.copy()):
-            bit, rest = self._answers.get(names[depth // self.grain - 1], (0, ()))
+            bit, rest = self._answers.get(hashes[depth // self.grain - 1], (0, ()))
             if bit & holders and tuple(prompt[depth : depth + len(rest)]) == rest:
                 found[place] = depth + len(rest), bit, behind
                 if holders != bit:
@@ -188,19 +188,19 @@ class PrefixIndex:
         """The number of its bit, valid for one `membership_version`; -1 for an unknown worker."""
         return self._slots[worker] if self._incarnations.get(worker) == incarnation else -1
 
-    def _walk(self, found: list[Depth], names: Sequence[int], workers: Bits, grain: int) -> None:
-        """Append how far each of these workers, which have names at multiples of `grain` tokens, matches."""
+    def _walk(self, found: list[Depth], hashes: Sequence[int], workers: Bits, grain: int) -> None:
+        """Append how far each of these workers, which have hashes at multiples of `grain` tokens, matches."""
         device, expected = self._device.holders, self._expected_holders
         tiers = self._tiers_behind()
         behind: Behind = {}
         have, last = workers, -1
         depth = 0
-        for name in names:
-            holds = device.get(name, 0)
+        for prefix_hash in hashes:
+            holds = device.get(prefix_hash, 0)
             if expected:
-                holds |= expected.get(name, 0)
+                holds |= expected.get(prefix_hash, 0)
             for get, tokens, _ in tiers:
-                if stored := (get(name) or 0) & ~holds & have:
+                if stored := (get(prefix_hash) or 0) & ~holds & have:
                     holds |= stored
                     tokens[stored] = tokens.get(stored, 0) + grain
             if holds is not last:
@@ -218,13 +218,13 @@ class PrefixIndex:
                 behind.setdefault(slot, [0, 0, 0])[place] += count
 
     def _tiers_behind(self) -> list[tuple[_Get, dict[Bits, int], int]]:
-        """Of each tier behind the device that has names: who has a name, a place for tokens, and the tier's number."""
+        """Of each tier behind the device that has hashes: who has a hash, a place for tokens, and the tier's number."""
         found: tuple[_Get, ...] = self._host.holders.get, self._disk.holders.get, self._readable
         return [(get, {}, place) for place, get in enumerate(found) if self._tiers[1 + place].holders]
 
-    def _readable(self, name: int) -> Bits:
+    def _readable(self, prefix_hash: int) -> Bits:
         """The workers that can read this from their remote server."""
-        told = self._remote.holders.get(name, 0)
+        told = self._remote.holders.get(prefix_hash, 0)
         readers = self._readers.get(told)
         if readers is None:
             if len(self._readers) >= _MAX_GROUPS:
@@ -237,7 +237,7 @@ class PrefixIndex:
 
     @property
     def dropped(self) -> tuple[tuple[str, int], ...]:
-        """Names that were not taken because the index was full, by tier."""
+        """Hashes that were not taken because the index was full, by tier."""
         return tuple((name, tier.dropped) for name, tier in zip(KV_TIERS, self._tiers, strict=True))
 
     def is_of(self, worker: str, incarnation: str) -> bool:
@@ -311,7 +311,7 @@ class PrefixIndex:
         return 1 << self._slots[worker]
 
     def _set_step(self, bit: Bits, step: int) -> None:
-        """Set the spacing of the worker's names; 0: the worker is gone."""
+        """Set the spacing of the worker's hashes; 0: the worker is gone."""
         if self._by_step.get(step, 0) & bit:
             return
         for known in [known for known, bits in self._by_step.items() if bits & bit]:
@@ -323,30 +323,30 @@ class PrefixIndex:
 
     def answered(self, worker: str, tokens: Sequence[int], salt: str = "") -> None:
         """The worker has computed an answer: it has the KV of all these tokens, prompt included, but the last one."""
-        names = chain(tokens[:-1], self.grain, salt=salt)
+        hashes = prefix_hashes(tokens[:-1], self.grain, salt=salt)
         slot = self._slots.get(worker)
-        if slot is None or not names:
+        if slot is None or not hashes:
             return
-        self._answers.pop(names[-1], None)
-        self._answers[names[-1]] = 1 << slot, tuple(tokens[len(names) * self.grain : -1])
+        self._answers.pop(hashes[-1], None)
+        self._answers[hashes[-1]] = 1 << slot, tuple(tokens[len(hashes) * self.grain : -1])
         if len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
     # ---- prompts sent by this gateway ---------------------------------------------------------------------------
 
-    def expect(self, key: str, worker: str, incarnation: str, names: Sequence[int]) -> None:
+    def expect(self, key: str, worker: str, incarnation: str, hashes: Sequence[int]) -> None:
         """A prompt was sent there: its prefix counts as cached for prompts that follow."""
         bit = self._bit(worker, incarnation)
-        fresh = [name for name in names if not self._device.holders.get(name, 0) & bit]
+        fresh = [prefix_hash for prefix_hash in hashes if not self._device.holders.get(prefix_hash, 0) & bit]
         self._add(key, _Expected(worker, bit, fresh))
 
     def _add(self, key: str, expected: _Expected) -> None:
         bit = expected.bit
-        for name in expected.names:
-            pair = name, bit
+        for prefix_hash in expected.hashes:
+            pair = prefix_hash, bit
             count = self._expected_counts[pair] = self._expected_counts.get(pair, 0) + 1
             if count == 1:
-                self._expected_holders.add(name, bit)
+                self._expected_holders.add(prefix_hash, bit)
         self.withdraw(key)
         self._expected[key] = expected
 
@@ -376,14 +376,14 @@ class PrefixIndex:
         if expected is None:
             return
         bit = expected.bit
-        for name in expected.names:
-            pair = name, bit
+        for prefix_hash in expected.hashes:
+            pair = prefix_hash, bit
             count = self._expected_counts[pair] - 1
             if count:
                 self._expected_counts[pair] = count
             else:
                 del self._expected_counts[pair]
-                self._expected_holders.discard(name, bit)
+                self._expected_holders.discard(prefix_hash, bit)
 
 
 def _slots(bits: Bits) -> Iterator[int]:

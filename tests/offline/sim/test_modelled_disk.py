@@ -13,7 +13,7 @@ from cluster.offline.workload.arrivals import Arrival, Workload
 from tests.offline.sim.cases import ENGINE, colocated, models, tiered
 from workers.executor.modelled_disk import ModelledDisk
 
-NAMES = [b"%016d" % number for number in range(64)]
+HASHES = [b"%016d" % number for number in range(64)]
 
 
 def disk(slots: int = 32, host: dict[int, object] | None = None) -> ModelledDisk:
@@ -21,17 +21,17 @@ def disk(slots: int = 32, host: dict[int, object] | None = None) -> ModelledDisk
     return ModelledDisk(100 * slots, 100, 400, {} if host is None else host, lambda: None)
 
 
-async def write(subject: ModelledDisk, *names: bytes) -> list[bool]:
-    done = [asyncio.get_running_loop().create_future() for _ in names]
-    for place, name in enumerate(names):
-        subject.write(name, None, place, done[place].set_result)
+async def write(subject: ModelledDisk, *hashes: bytes) -> list[bool]:
+    done = [asyncio.get_running_loop().create_future() for _ in hashes]
+    for place, block_hash in enumerate(hashes):
+        subject.write(block_hash, None, place, done[place].set_result)
     return await asyncio.gather(*done)
 
 
-async def read(subject: ModelledDisk, *names: bytes, timeout_s: float = 10.0) -> list[tuple[bool, float]]:
-    done = [asyncio.get_running_loop().create_future() for _ in names]
-    for place, name in enumerate(names):
-        subject.read(name, place, timeout_s, lambda *result, place=place: done[place].set_result(result))
+async def read(subject: ModelledDisk, *hashes: bytes, timeout_s: float = 10.0) -> list[tuple[bool, float]]:
+    done = [asyncio.get_running_loop().create_future() for _ in hashes]
+    for place, block_hash in enumerate(hashes):
+        subject.read(block_hash, place, timeout_s, lambda *result, place=place: done[place].set_result(result))
     return await asyncio.gather(*done)
 
 
@@ -46,10 +46,10 @@ def virtual(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 @virtual
 async def test_reads_take_the_disks_speed_and_wait_for_a_thread() -> None:
     subject = disk()
-    assert await write(subject, *NAMES[:6]) == [True] * 6
+    assert await write(subject, *HASHES[:6]) == [True] * 6
     assert asyncio.get_running_loop().time() == pytest.approx(1.5), "three rounds of two"
-    assert await read(subject, NAMES[0]) == [(True, pytest.approx(1.0))]
-    assert await read(subject, *NAMES[:6]) == [(True, pytest.approx(s)) for s in (1, 1, 1, 1, 2, 2)]
+    assert await read(subject, HASHES[0]) == [(True, pytest.approx(1.0))]
+    assert await read(subject, *HASHES[:6]) == [(True, pytest.approx(s)) for s in (1, 1, 1, 1, 2, 2)]
     stats = subject.stats()
     assert (stats.blocks, stats.read_bytes, stats.written_bytes, stats.late) == (6, 700, 600, 0)
 
@@ -57,11 +57,11 @@ async def test_reads_take_the_disks_speed_and_wait_for_a_thread() -> None:
 @virtual
 async def test_a_read_past_its_deadline_is_a_miss_at_its_deadline() -> None:
     subject = disk()
-    await write(subject, *NAMES[:9])
-    results = await read(subject, *NAMES[:9], timeout_s=1.5)
+    await write(subject, *HASHES[:9])
+    results = await read(subject, *HASHES[:9], timeout_s=1.5)
     assert results == [(True, pytest.approx(1.0))] * 4 + [(False, pytest.approx(1.5))] * 5
     assert subject.stats().late == 5
-    assert await read(subject, NAMES[0]) == [(True, pytest.approx(1.5))], "one thread is busy for half a second more"
+    assert await read(subject, HASHES[0]) == [(True, pytest.approx(1.5))], "one thread is busy for half a second more"
 
 
 @virtual
@@ -69,25 +69,25 @@ async def test_the_least_recently_used_block_makes_room_and_its_reader_is_told()
     host: dict[int, object] = {place: f"content {place}" for place in range(4)}
     subject, gone = disk(3, host), list[bytes]()
     assert subject.watch(lambda *_: None, gone.append) == {}
-    await write(subject, *NAMES[:3])
+    await write(subject, *HASHES[:3])
     found: list[int] = []
-    subject.find(NAMES[:1], 1.0, found.append)
-    await write(subject, NAMES[3])
-    subject.find(NAMES, 1.0, found.append)
-    assert (found, gone) == ([1, 1], [NAMES[1]])
-    subject.forget([NAMES[0]])
-    assert gone == NAMES[1::-1] and await read(subject, NAMES[0]) == [(False, 0.0)]
+    subject.find(HASHES[:1], 1.0, found.append)
+    await write(subject, HASHES[3])
+    subject.find(HASHES, 1.0, found.append)
+    assert (found, gone) == ([1, 1], [HASHES[1]])
+    subject.forget([HASHES[0]])
+    assert gone == HASHES[1::-1] and await read(subject, HASHES[0]) == [(False, 0.0)]
     host.clear()
-    await read(subject, NAMES[2])
+    await read(subject, HASHES[2])
     assert host == {0: "content 2"} and subject.stats().blocks == 2
 
 
 @virtual
 async def test_what_is_forgotten_while_it_is_written_is_not_there_and_a_full_queue_drops_writes() -> None:
     subject = disk(200)
-    first = asyncio.ensure_future(write(subject, NAMES[0]))
+    first = asyncio.ensure_future(write(subject, HASHES[0]))
     await asyncio.sleep(0.1)
-    subject.forget(NAMES[:1])
+    subject.forget(HASHES[:1])
     assert await first == [False]
     results = await write(subject, *[b"%016d" % number for number in range(100)])
     assert results.count(True) == 20, "66 are taken; ten rounds of two end within five seconds"
@@ -98,8 +98,8 @@ async def test_what_is_forgotten_while_it_is_written_is_not_there_and_a_full_que
 @virtual
 async def test_closing_ends_each_job_once_without_success() -> None:
     subject = disk()
-    await write(subject, NAMES[0])
-    jobs = asyncio.gather(read(subject, NAMES[0]), write(subject, NAMES[1]))
+    await write(subject, HASHES[0])
+    jobs = asyncio.gather(read(subject, HASHES[0]), write(subject, HASHES[1]))
     await asyncio.sleep(0.1)
     subject.close()
     assert await jobs == [[(False, pytest.approx(0.1))], [False]]

@@ -15,7 +15,7 @@ from tests.offline.sim.test_modelled_disk import virtual
 from workers.config import ByteSize, CacheConfig, RemoteCacheConfig
 from workers.executor.modelled_remote import ROUND_TRIP_S, ModelledRemote, ModelledRemoteServer
 
-NAMES = [b"%016d" % number for number in range(64)]
+HASHES = [b"%016d" % number for number in range(64)]
 
 
 class Clients:
@@ -32,24 +32,26 @@ class Clients:
         for place, client in enumerate(self.each):
             client.watch(partial(self._add, place), self.gone[place].append)
 
-    def _add(self, place: int, name: bytes, prefix: int) -> None:
-        self.added[place].append((name, prefix))
+    def _add(self, place: int, block_hash: bytes, prefix: int) -> None:
+        self.added[place].append((block_hash, prefix))
 
-    async def write(self, client: int, *names: bytes) -> list[bool]:
-        done = [asyncio.get_running_loop().create_future() for _ in names]
-        for place, name in enumerate(names):
-            self.each[client].write(name, 7, place, done[place].set_result)
+    async def write(self, client: int, *hashes: bytes) -> list[bool]:
+        done = [asyncio.get_running_loop().create_future() for _ in hashes]
+        for place, block_hash in enumerate(hashes):
+            self.each[client].write(block_hash, 7, place, done[place].set_result)
         return await asyncio.gather(*done)
 
-    async def read(self, client: int, *names: bytes, timeout_s: float = 10.0) -> list[tuple[bool, float]]:
-        done = [asyncio.get_running_loop().create_future() for _ in names]
-        for place, name in enumerate(names):
-            self.each[client].read(name, place, timeout_s, lambda *result, place=place: done[place].set_result(result))
+    async def read(self, client: int, *hashes: bytes, timeout_s: float = 10.0) -> list[tuple[bool, float]]:
+        done = [asyncio.get_running_loop().create_future() for _ in hashes]
+        for place, block_hash in enumerate(hashes):
+            self.each[client].read(
+                block_hash, place, timeout_s, lambda *result, place=place: done[place].set_result(result)
+            )
         return await asyncio.gather(*done)
 
-    async def find(self, client: int, *names: bytes) -> int:
+    async def find(self, client: int, *hashes: bytes) -> int:
         done = asyncio.get_running_loop().create_future()
-        self.each[client].find(names, 1.0, done.set_result)
+        self.each[client].find(hashes, 1.0, done.set_result)
         return await done
 
 
@@ -61,57 +63,59 @@ def after(seconds: float) -> tuple[bool, object]:
 async def test_what_one_worker_has_written_others_of_the_same_blocks_find() -> None:
     subject = Clients("a", "a", "b")
     subject.content[0][0] = "content"
-    assert await subject.write(0, NAMES[0]) == [True]
-    assert await subject.find(1, *NAMES[:2]) == 1 and await subject.find(2, *NAMES[:2]) == 0
-    assert await subject.read(1, *NAMES[:1]) == [after(1.0)]
-    assert subject.content[1] == {0: "content"} and subject.added[1] == [(NAMES[0], 7)] and not subject.added[0]
-    assert await subject.write(1, NAMES[0]) == [True] and subject.each[1].stats().written_bytes == 0, "not sent again"
-    subject.each[0].forget(NAMES[:1])
-    assert subject.gone[0] == NAMES[:1] and await subject.find(1, NAMES[0]) == 0
-    assert subject.gone[1] == NAMES[:1]
+    assert await subject.write(0, HASHES[0]) == [True]
+    assert await subject.find(1, *HASHES[:2]) == 1 and await subject.find(2, *HASHES[:2]) == 0
+    assert await subject.read(1, *HASHES[:1]) == [after(1.0)]
+    assert subject.content[1] == {0: "content"} and subject.added[1] == [(HASHES[0], 7)] and not subject.added[0]
+    assert await subject.write(1, HASHES[0]) == [True] and subject.each[1].stats().written_bytes == 0, "not sent again"
+    subject.each[0].forget(HASHES[:1])
+    assert subject.gone[0] == HASHES[:1] and await subject.find(1, HASHES[0]) == 0
+    assert subject.gone[1] == HASHES[:1]
 
 
 @virtual
 async def test_workers_share_the_network_of_each_direction() -> None:
     subject = Clients("a", "a")
-    assert await subject.write(0, *NAMES[:4]) == [True] * 4
+    assert await subject.write(0, *HASHES[:4]) == [True] * 4
     begun_s = asyncio.get_running_loop().time()
-    reads = await asyncio.gather(subject.read(0, *NAMES[:2]), subject.read(1, *NAMES[2:4]), subject.write(0, NAMES[9]))
+    reads = await asyncio.gather(
+        subject.read(0, *HASHES[:2]), subject.read(1, *HASHES[2:4]), subject.write(0, HASHES[9])
+    )
     assert reads == [[after(1), after(2)], [after(3), after(4)], [True]]
     assert asyncio.get_running_loop().time() == pytest.approx(begun_s + 4 + ROUND_TRIP_S)
-    assert await subject.read(1, *NAMES[:3], timeout_s=1.5) == [after(1), (False, 1.5), (False, 1.5)]
+    assert await subject.read(1, *HASHES[:3], timeout_s=1.5) == [after(1), (False, 1.5), (False, 1.5)]
     assert subject.each[1].stats().late == 2
 
 
 @virtual
 async def test_a_full_server_drops_what_was_used_least_recently() -> None:
     subject = Clients("a", "a", blocks=2)
-    await subject.write(0, *NAMES[:2])
-    await subject.find(1, NAMES[0])
-    await subject.write(0, NAMES[2])
-    assert [await subject.find(1, name) for name in NAMES[:3]] == [1, 0, 1]
-    assert await subject.read(0, NAMES[1]) == [(False, pytest.approx(1 + ROUND_TRIP_S))]
-    assert subject.gone[0] == [NAMES[1]]
+    await subject.write(0, *HASHES[:2])
+    await subject.find(1, HASHES[0])
+    await subject.write(0, HASHES[2])
+    assert [await subject.find(1, block_hash) for block_hash in HASHES[:3]] == [1, 0, 1]
+    assert await subject.read(0, HASHES[1]) == [(False, pytest.approx(1 + ROUND_TRIP_S))]
+    assert subject.gone[0] == [HASHES[1]]
 
 
 @virtual
 async def test_closing_ends_each_job_once_without_success_and_what_is_stored_stays() -> None:
     subject = Clients("a", "a")
-    await subject.write(0, NAMES[0])
-    jobs = asyncio.gather(subject.read(0, NAMES[0]), subject.write(0, NAMES[1]), subject.find(0, NAMES[0]))
+    await subject.write(0, HASHES[0])
+    jobs = asyncio.gather(subject.read(0, HASHES[0]), subject.write(0, HASHES[1]), subject.find(0, HASHES[0]))
     await asyncio.sleep(ROUND_TRIP_S / 2)
     subject.each[0].close()
     assert await jobs == [[(False, pytest.approx(ROUND_TRIP_S / 2))], [False], 0]
-    assert await subject.find(1, *NAMES[:2]) == 1
+    assert await subject.find(1, *HASHES[:2]) == 1
 
 
 @virtual
 async def test_what_is_forgotten_while_it_is_written_is_not_there() -> None:
     subject = Clients("a")
-    writing = asyncio.ensure_future(subject.write(0, NAMES[0]))
+    writing = asyncio.ensure_future(subject.write(0, HASHES[0]))
     await asyncio.sleep(0.1)
-    subject.each[0].forget(NAMES[:1])
-    assert await writing == [False] and await subject.find(0, NAMES[0]) == 0
+    subject.each[0].forget(HASHES[:1])
+    assert await writing == [False] and await subject.find(0, HASHES[0]) == 0
 
 
 def shared(workers: int, *, speed: int, url: str = "redis://a:6379/0") -> ClusterSpec:

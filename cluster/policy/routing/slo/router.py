@@ -208,7 +208,7 @@ class SLORouter(CacheAware):
     def _depths(self, ask: PlacementRequest) -> Sequence[Depth]:
         if ask.request.fresh:
             return ()
-        return self._index.depths(self.names(ask), ask.now_s, prompt_of(ask.request))
+        return self._index.depths(self.hashes(ask), ask.now_s, prompt_of(ask.request))
 
     def _slo_of(self, ask: PlacementRequest) -> SLO:
         asked, default = ask.request.slo, self._default

@@ -134,7 +134,7 @@ class Shortlist:
     def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         """The worker that can lend the most tokens, above `own_tokens`, of the reader's dtype and linked to it.
 
-        Of equals none for prefill: it may have the answer to an earlier prompt too, which names show only in part.
+        Of equals none for prefill: it may have the answer to an earlier prompt too, which hashes show only in part.
         Then the one with the fewest readers.
         """
         if self._cached is None or self._most_cached <= own_tokens:
