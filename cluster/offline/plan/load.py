@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, replace
 
-from cluster.offline.workload.arrivals import Arrival, Workload
+from cluster.offline.workload.arrivals import Arrival, Workload, WorkloadError
 from cluster.offline.workload.changes import at_rate, resampled
 
 MAX_LENGTHS = 4096  # pairs of lengths; more add nothing to what is known of their distribution
@@ -25,8 +25,16 @@ class PlanLoad:
 
     @classmethod
     def of(cls, workload: Workload, own_times: bool = False) -> "PlanLoad":
-        """Where only lengths matter, they are thinned evenly to `MAX_LENGTHS`."""
+        """Where only lengths matter, they are thinned evenly to `MAX_LENGTHS`.
+
+        Raises `WorkloadError` if own times are wanted where all requests arrive at once.
+        """
         if own_times:
+            if not workload.rate:
+                raise WorkloadError(
+                    f"{workload.name}: {len(workload.arrivals)} request(s), all at one time, have no rate to scale; "
+                    "give more requests, or leave --own-times out"
+                )
             return cls(workload, True)
         every = -(-len(workload.arrivals) // MAX_LENGTHS)
         lengths = tuple(replace(each, prefix=(), session="") for each in workload.arrivals[::every])

@@ -19,6 +19,7 @@ from cluster.offline.scoring.figures import attainment
 from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.sim.compare import Case, capacity
 from cluster.offline.sim.run import RunOptions, simulate
+from cluster.offline.workload.arrivals import WorkloadError
 from cluster.offline.workload.load import load_workload
 from cluster.spec import Role
 from tests.offline.plan.requests import L4, load, plan_request
@@ -54,6 +55,13 @@ def test_own_times_keep_bursts_and_lengths_in_order() -> None:
     lengths = [each.prompt_tokens for each in source.arrivals]
     taken = [each.prompt_tokens for each in part.arrivals]
     assert any(lengths[begin : begin + 50] == taken for begin in range(151))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_own_times_of_requests_that_come_at_once_are_refused(count: int) -> None:
+    source = load_workload(f"burst:lengths=mixed,count={count}")
+    with pytest.raises(WorkloadError, match=rf"{count} request\(s\), all at one time.*or leave --own-times out"):
+        PlanLoad.of(source, own_times=True)
 
 
 def test_ending_a_run_after_its_last_deadline_changes_no_attainment(mixed: Trial) -> None:
