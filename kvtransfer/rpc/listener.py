@@ -19,9 +19,11 @@ from kvtransfer.rpc.handshake import (
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 128  # connections that wait for `accept`
+
 
 class RpcListener:
-    """`close` it. When an accept fails (no file descriptors), asyncio logs it and tries again every second.
+    """`close` it. When an accept fails (no file descriptors), asyncio logs it once and tries again after a second.
 
     `admit(target)` returns the body of the welcome for a caller that knows the secret, or raises a `TransferError`,
     which the caller gets. `serve(target, stream)` then runs until the connection ends. Nothing runs between `admit` and
@@ -60,10 +62,14 @@ class RpcListener:
     async def start(self, host: str, port: int = 0, name: str = "") -> int:
         """Listen; returns the port. `name`: for callers on this host, see `FrameStream.connect_on_host`."""
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(self._stream, host, port)
+        # asyncio's `backlog` is also how many accepts it tries, and how many failures it logs, before it waits
+        server = await loop.create_server(self._stream, host, port, backlog=1)
         self._servers.append(server)
         if name:
-            self._servers.append(await loop.create_unix_server(self._stream, f"\0{name}"))
+            self._servers.append(await loop.create_unix_server(self._stream, f"\0{name}", backlog=1))
+        for each in (each for server in self._servers for each in server.sockets):
+            with each.dup() as listening:
+                listening.listen(BACKLOG)
         bound: int = server.sockets[0].getsockname()[1]
         return bound
 

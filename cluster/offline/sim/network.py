@@ -6,6 +6,7 @@ Behind asyncio's streams there is no difference to sockets, so protocols run wit
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 FIRST_PORT = 1024
@@ -61,6 +62,12 @@ class VirtualListener:
 
     def getsockname(self) -> tuple[str, int]:
         return "127.0.0.1", self._port
+
+    def dup(self) -> AbstractContextManager["VirtualListener"]:
+        return nullcontext(self)
+
+    def listen(self, backlog: int) -> None:
+        """Nobody waits."""
 
     def close(self) -> None:
         self._network.forget(self._port)
