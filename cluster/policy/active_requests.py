@@ -33,7 +33,6 @@ class Work:
     reserved_s: float = 0.0  # when the decode worker reserved its blocks and the prompt was sent; 0: not yet
     correction: float = 1.0  # factor contained in `prefill_s`
     plain_tpot_s: float = 0.0  # predicted by the cost model, without corrections; 0: unknown
-    is_guess: bool = False  # by default costs
     borrows: bool = False  # memory of lenders, too
     is_cut: bool = False  # `prefill` computes the first `new_tokens` only, `decode` the rest
     tpot_slo_s: float | None = None

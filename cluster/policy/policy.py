@@ -142,7 +142,6 @@ class Policy:
             first_token_s=ask.now_s + queue_s + prefill_s,
             correction=self._latency.prompt_correction(prefill),
             plain_tpot_s=self._latency.plain_tpot_seconds(ask, decode),
-            is_guess=not (self._latency.has_costs(prefill) and self._latency.has_costs(decode)),
             tpot_slo_s=request.slo.tpot_s,
             borrows=bool(placement.lenders),
             is_cut=cut_tokens > 0,

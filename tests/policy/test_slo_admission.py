@@ -152,13 +152,13 @@ def test_a_tpot_that_no_worker_can_meet_is_refused_at_once() -> None:
     assert isinstance(answer, Refusal) and "even on an empty worker" in answer.reason
 
 
-def test_a_guessed_cost_is_tried_on_an_idle_worker() -> None:
+def test_a_guessed_cost_is_tried_on_a_worker_that_is_idle_or_has_run_no_step() -> None:
     """The defaults say 1.1 s of this prompt; whoever turned it away would never learn better."""
     gate = Gate(cost=None)
     assert isinstance(gate.choose(CALM, "interactive", 30_000 // 2), Placement)
-    assert isinstance(
-        gate.choose(changed(CALM, worker("p0", waiting=1, queued_tokens=15_000)), "interactive", 15_000), Refusal
-    )
+    for steps, answer in ((0, Placement), (1, Refusal)):
+        busy = changed(CALM, worker("p0", waiting=1, queued_tokens=15_000, steps=steps))
+        assert isinstance(gate.choose(busy, "interactive", 15_000), answer)
 
 
 def test_later_attempts_and_parallel_samples_are_always_admitted() -> None:

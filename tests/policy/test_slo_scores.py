@@ -14,7 +14,8 @@ from cluster.dispatch import dispatcher as dispatcher_module
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Accepted, AttemptsExhausted, DeadlineExceeded, Rejected, Unservable
 from cluster.observe.request_timing import RequestTiming
-from cluster.offline.sim.run import simulate
+from cluster.offline.scoring.records import RequestOutcome
+from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.workload.load import load_workload
 from cluster.policy.estimate.correction import Correction, Corrections
 from cluster.policy.estimate.lengths import Calibration
@@ -35,9 +36,11 @@ from cluster.spec import ClusterSpec
 from tests.cluster.local import cluster, generate, split_spec
 from tests.cluster.local import request as asked
 from tests.observe.exposition import exposition
-from tests.offline.sim.cases import COST, colocated, models, split
+from tests.offline.sim.cases import COST, ENGINE, colocated, models, split
 from tests.policy.views import Story, request, view, worker
-from workers.costs import CostModel
+from workers.costs import CostModel, LinearCost
+from workers.engine import engine as engine_module
+from workers.engine.estimate import StepEstimate
 from workers.request import SLO
 
 # ---- scores ------------------------------------------------------------------------------------------------------
@@ -196,11 +199,11 @@ def test_every_outcome_has_its_name(error: BaseException, outcome: str, refusal:
 def test_a_correction_goes_to_the_true_ratio_and_is_bounded() -> None:
     found = Corrections()
     for n in range(100):
-        found.learn("w", measured_s=0.3 if n % 2 else 1.2, predicted_s=0.2 if n % 2 else 0.8, now_s=n, is_guess=False)
+        found.learn("w", measured_s=0.3 if n % 2 else 1.2, predicted_s=0.2 if n % 2 else 0.8, now_s=n)
         assert found.ratio("w", n) <= 1.5 + 1e-9
     assert found.ratio("w", 100.0) == pytest.approx(1.5, rel=0.02) and found.ratio("x", 100.0) == 1.0
     for n in range(500):
-        found.learn("w", 1e9, 1e-3, 100.0 + n, is_guess=False)
+        found.learn("w", 1e9, 1e-3, 100.0 + n)
     assert found.ratio("w", 600.0) == 100.0
 
 
@@ -210,7 +213,7 @@ def test_one_stall_counts_little_and_prompts_of_one_step_share_its_time() -> Non
         given_costs.learn(1.0, 1.0, float(n))
     given_costs.learn(600.0, 1.0, 21.0)
     assert given_costs.at(21.0) < 1.2, "ten minutes for a second's work count as four seconds"
-    together = Correction(prior_s=0.0)
+    together = Correction(prior_s=4.0)
     for n in range(10):
         for part in range(5):
             together.learn(0.0 if part else 2.5, 0.5, float(n))
@@ -218,11 +221,12 @@ def test_one_stall_counts_little_and_prompts_of_one_step_share_its_time() -> Non
 
 
 def test_the_correction_of_a_slow_worker_fades_without_samples() -> None:
-    slow, fast = Correction(0.0), Correction(0.0)
-    slow.learn(8.0, 1.0, 100.0)
-    fast.learn(1.0, 8.0, 100.0)
-    assert slow.at(160.0) == 8.0 and slow.at(220.0) == 4.5 and slow.at(1e9) == pytest.approx(1.0)
-    assert fast.at(1e9) == 0.125
+    slow, fast = Correction(1.0), Correction(1.0)
+    for _ in range(2000):
+        slow.learn(8.0, 1.0, 100.0)
+        fast.learn(1.0, 8.0, 100.0)
+    assert [slow.at(now_s) for now_s in (160.0, 220.0, 1e9)] == pytest.approx([8.0, 4.5, 1.0])
+    assert fast.at(1e9) == pytest.approx(0.125)
     times = (100.0, 160.0, 165.0, 220.0, 1e9)
     assert [slow.rounded(now_s) for now_s in times] == [8.0, 8.0, 7.61, 4.5, 1.0]
     assert fast.rounded(160.0) == round(0.125, 2)
@@ -243,18 +247,15 @@ def test_a_prompt_that_waited_for_memory_is_no_sample_of_speed(compute_s: float 
     assert isinstance(result, Placement) and result.predicted_ttft_s == pytest.approx(0.1 * corrected, rel=0.03)
 
 
-def test_default_costs_give_predictions_after_the_first_samples() -> None:
-    story, picture = Story("least-loaded", cost=None), view(worker("p0"), worker("d0"))
-    first = request("a", length=100, max_tokens=11)
-    assert story.send(picture, first).predicted_ttft_s is None
-    story.now_s += 2.0
-    story.prefilled(first)
-    assert story.send(picture, request("b", length=100)).predicted_ttft_s is None, "no step was seen yet"
-    story.ended(request("b", length=100))
-    story.now_s += 5.0
-    story.policy.ended(first.key, story.now_s, num_tokens=11)
-    result = story.send(picture, request("c", length=100))
-    assert result.predicted_ttft_s == pytest.approx(2.0, rel=0.01) and result.predicted_tpot_s == pytest.approx(0.5)
+def test_default_costs_give_predictions_once_both_engines_have_learned_of_their_steps() -> None:
+    story, default = Story("least-loaded", cost=None), LinearCost()
+    fresh = view(worker("p0", steps=3, prompt_ratio=0.5), worker("d0"))
+    assert story.send(fresh, request("a", length=100)).predicted_ttft_s is None, "the decode worker ran no step"
+    story.ended(request("a", length=100))
+    learned = view(worker("p0", steps=3, prompt_ratio=0.5), worker("d0", steps=3, decode_ratio=0.25))
+    result = story.send(learned, request("b", length=100))
+    assert result.predicted_ttft_s == pytest.approx(0.5 * default.prefill_seconds(100))
+    assert result.predicted_tpot_s == pytest.approx(0.25 * default.decode_seconds(1, 100), rel=0.05)
 
 
 @contextmanager
@@ -297,6 +298,18 @@ def test_costs_that_are_off_by_a_factor_are_corrected(
         assert len(errors) == 120
         assert abs(median(errors[:4])) > 0.2, f"{kind}: at first they are believed"
         assert abs(median(errors[-60:])) < 0.1, f"{kind}: {median(errors[-60:]):+.2f} is left"
+
+
+def test_without_costs_a_faster_machine_refuses_nobody_that_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = colocated(1, engine=replace(ENGINE, max_running=64, batching="adaptive", kv_blocks=1152))
+    spec = replace(spec, gateway=replace(spec.gateway, routing="slo", admission="slo"))
+    monkeypatch.setattr(engine_module, "StepEstimate", lambda _, block_bytes: StepEstimate(LinearCost(), block_bytes))
+    fast = models(spec, LinearCost().scaled(0.15))
+    load = load_workload("poisson:rate=3,count=40,lengths=7x64-128/192-320+1024/48", seed=1)
+    with believing(monkeypatch, None):
+        run = simulate(spec, fast, load, RunOptions(slo=SLO(ttft_s=5.0, tpot_s=0.06)))
+    refused = [served.detail for served in run.served if served.outcome is not RequestOutcome.FINISHED]
+    assert not refused
 
 
 # ---- through a dispatcher ----------------------------------------------------------------------------------------

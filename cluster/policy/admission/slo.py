@@ -66,8 +66,10 @@ class SLOAdmission(Admission):
         is_claim = ask.waited_s >= known.patience_s
         rejects = self._classes.rejects(ask.request)
         late_s = 0.0 if slo.ttft_s is None else ask.waited_s + MARGIN * ttft_s - slo.ttft_s
-        if late_s > 0.0 and rejects and not self._is_trial(ask, placement):
-            return Refusal(self._too_late(ask, ttft_s, need_s), retry_after_s=late_s)
+        if late_s > 0.0 and rejects:
+            if not self._is_trial(ask, placement):
+                return Refusal(self._too_late(ask, ttft_s, need_s), retry_after_s=late_s)
+            late_s = 0.0
         if is_claim:
             return None
         if rejects and (reason := self._impossible(ask, decode)):
@@ -100,11 +102,13 @@ class SLOAdmission(Admission):
         return self._latency.prefill_seconds(_worker(ask, placement.prefill), new_tokens, placement.cached_tokens)
 
     def _is_trial(self, ask: PlacementRequest, placement: Placement) -> bool:
-        """Whether the worker is idle and its costs are guesses: only a request can improve them."""
+        """Whether the worker's costs are guesses, and it is idle or has run no step: only requests can improve them."""
         worker = _worker(ask, placement.prefill)
+        if self._latency.has_costs(worker):
+            return False
         stats, sent = worker.stats, ask.sent_to(worker.name)
-        idle = not (stats.waiting or stats.running or stats.reserved or sent.sequences)
-        return idle and not self._latency.has_costs(worker) and not self._active.prefilling(worker.name)
+        is_busy = stats.waiting or stats.running or stats.reserved or sent.sequences
+        return not stats.steps or not (is_busy or self._active.prefilling(worker.name))
 
     def _no_slot(
         self, ask: PlacementRequest, placement: Placement, decode: WorkerView, most_s: float, more: int = 0

@@ -52,8 +52,6 @@ class Correction:
 
     def _clipped_newest_s(self) -> float:
         """Measured seconds that the newest sample counts for."""
-        if not self._predicted_s:
-            return self._newest_measured_s  # the first sample, against a guessed cost
         expected_s = self._newest_predicted_s * bounded(self._measured_s / self._predicted_s)
         return min(max(self._newest_measured_s, expected_s / _MAX_DEVIATION), expected_s * _MAX_DEVIATION)
 
@@ -64,9 +62,6 @@ class Corrections:
     def __init__(self) -> None:
         self._by_worker: dict[str, Correction] = {}
 
-    def __contains__(self, worker: str) -> bool:
-        return worker in self._by_worker
-
     def ratio(self, worker: str, now_s: float) -> float:
         found = self._by_worker.get(worker)
         return 1.0 if found is None else found.at(now_s)
@@ -76,11 +71,11 @@ class Corrections:
         found = self._by_worker.get(worker)
         return 1.0 if found is None else found.rounded(now_s)
 
-    def learn(self, worker: str, measured_s: float, predicted_s: float, now_s: float, *, is_guess: bool) -> None:
-        """Add a sample; `predicted_s`, above 0, is by costs alone. Configured costs outweigh the first samples."""
+    def learn(self, worker: str, measured_s: float, predicted_s: float, now_s: float) -> None:
+        """Add a sample; `predicted_s`, above 0, is by costs alone, which outweigh the first samples."""
         found = self._by_worker.get(worker)
         if found is None:
-            found = self._by_worker[worker] = Correction(0.0 if is_guess else _PRIOR * predicted_s)
+            found = self._by_worker[worker] = Correction(_PRIOR * predicted_s)
         found.learn(measured_s, predicted_s, now_s)
 
 

@@ -1,13 +1,13 @@
 """Predicts TTFT and TPOT of a placement. Pure.
 
-Costs are `PoolSpec.cost`, or defaults for a pool without one. Both are corrected for each worker by the measured times
-of prompts and answers; default decode steps also by the worker's own step time, if it reports one.
+Costs are `PoolSpec.cost`, or defaults for a pool without one. Those of a pool are corrected for each worker by the
+measured times of prompts and answers, defaults by what the worker's engine has learned of its steps.
 """
 
 from msgspec import Struct
 
 from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
-from cluster.policy.estimate.correction import Corrections, bounded
+from cluster.policy.estimate.correction import Corrections
 from cluster.policy.routing.picking import num_sequences
 from cluster.policy.routing.prefix_index import Match
 from cluster.policy.routing.router import PlacementRequest
@@ -89,8 +89,7 @@ class LatencyPredictor:
 
     def knows(self, prefill: WorkerView, decode: WorkerView) -> bool:
         """Whether predictions for these two workers rest on more than default costs."""
-        prompts = self.has_costs(prefill) or prefill.name in self._prompts
-        return prompts and (self.has_costs(decode) or decode.name in self._steps or _decodes(decode))
+        return all(self.has_costs(worker) or worker.stats.steps > 0 for worker in (prefill, decode))
 
     def kv_tokens(self, worker: WorkerView) -> int:
         """Tokens that fit into the worker's KV pool."""
@@ -145,7 +144,9 @@ class LatencyPredictor:
 
     def prompt_correction(self, worker: WorkerView) -> float:
         """Measured seconds of prompts there per second predicted by the cost model."""
-        return self._prompts.ratio(worker.name, self._now_s)
+        if self.has_costs(worker):
+            return self._prompts.ratio(worker.name, self._now_s)
+        return worker.stats.prompt_ratio
 
     def queue_seconds(self, ask: PlacementRequest, worker: WorkerView) -> float:
         """Seconds of the prompts ahead: ours by their predictions, those of other gateways by their tokens."""
@@ -240,10 +241,9 @@ class LatencyPredictor:
 
     def step_correction(self, worker: WorkerView) -> float:
         """Measured seconds of decode steps there per second predicted by the cost model."""
-        if self._pools[worker.pool].is_given or not _decodes(worker):
+        if self.has_costs(worker):
             return self._steps.ratio(worker.name, self._now_s)
-        running_s = self._plain_step_seconds(worker, worker.stats.running, self._used_tokens(worker))
-        return bounded(worker.stats.step_s / running_s)
+        return worker.stats.decode_ratio
 
     def _plain_step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
         return self._pools[worker.pool].cost.decode_seconds(round(batch), round(context_tokens))
@@ -264,7 +264,7 @@ class LatencyPredictor:
         measured_s, predicted_s = max(0.0, work.prefilled_s - work.turn_s), work.prefill_s / work.correction
         if compute_s is not None and measured_s > _MOSTLY_WAITED * compute_s:
             measured_s = compute_s
-        self._prompts.learn(work.prefill, measured_s, predicted_s, work.prefilled_s, is_guess=work.is_guess)
+        self._prompts.learn(work.prefill, measured_s, predicted_s, work.prefilled_s)
 
     def learn_steps(self, work: Work, num_tokens: int, now_s: float) -> None:
         """Learn from an answer of this many tokens, the first one included."""
@@ -275,14 +275,16 @@ class LatencyPredictor:
             return  # many of its steps had prompts
         steps = min(num_tokens - 1, _MAX_STEPS)
         measured_s = (now_s - work.prefilled_s) / (num_tokens - 1)
-        self._steps.learn(work.decode, measured_s * steps, work.plain_tpot_s * steps, now_s, is_guess=work.is_guess)
+        self._steps.learn(work.decode, measured_s * steps, work.plain_tpot_s * steps, now_s)
 
     def cost(self, worker: WorkerView) -> CostModel:
         """The worker's step costs, corrected by its prompts' times."""
         return self._corrected(self._pools[worker.pool], worker)
 
     def _corrected(self, pool: _Pool, worker: WorkerView) -> CostModel:
-        ratio = self._prompts.rounded(worker.name, self._now_s) or 0.01
+        ratio = worker.stats.prompt_ratio
+        if pool.is_given:
+            ratio = self._prompts.rounded(worker.name, self._now_s) or 0.01
         if ratio == 1.0:
             return pool.cost
         cost = self._scaled.get((worker.pool, ratio))
@@ -327,11 +329,6 @@ def _foreign_tokens(ask: PlacementRequest, worker: WorkerView, ours: WorkerLoad)
     stats, sent = worker.stats, ask.sent_to(worker.name)
     queued, sequences = stats.queued_tokens + sent.prompt_tokens, stats.running + stats.reserved + sent.sequences
     return max(0, queued - ours.prompt_tokens - sequences)
-
-
-def _decodes(worker: WorkerView) -> bool:
-    """Whether the worker reports the time of its running decode steps."""
-    return bool(worker.stats.step_s and worker.stats.running)
 
 
 def _speeds(spec: ClusterSpec) -> dict[str, float]:
