@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MAX_MATCHERS = 512  # the least recently used are dropped
 MAX_FORCED = 64  # tokens behind a sampled one
+MAX_FORCED_READ = 4096  # tokens of forced texts that are read for these: each time the whole text, 0.6 us a token
 
 Mask = NDArray[np.int32]  # [vocab / 32]: bit i of word w is token 32 * w + i
 Allowed = Mapping[int, Mask]  # of a row of logits; rows without a grammar are missing
@@ -47,11 +48,12 @@ class _Running:
             self.matcher.consume_token(token)
         self.answer += np.array(tokens, np.int32).tobytes()
 
-    def forced(self) -> int | None:
-        """The token that must follow, if there is only one text."""
+    def forced(self) -> Sequence[int]:
+        """The text that must follow, if there is only one. Of its tokens only the first is certain."""
         if self.matcher.is_stopped() or self.matcher.is_error():
-            return None
-        return next(iter(self.matcher.compute_ff_tokens()), None)
+            return ()
+        forced: Sequence[int] = self.matcher.compute_ff_tokens()
+        return forced
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,11 @@ class StepMasks:
             return ()
         running.consume((sampled,))
         tokens: list[int] = []
-        while len(tokens) < MAX_FORCED and (token := running.forced()) is not None:
-            running.consume((token,))
-            tokens.append(token)
+        read = 0
+        while len(tokens) < MAX_FORCED and read < MAX_FORCED_READ and (text := running.forced()):
+            running.consume(text[:1])
+            tokens.append(text[0])
+            read += len(text)
         return tuple(tokens)
 
 
@@ -128,8 +132,8 @@ class GrammarMasks:
                 continue
             if draw.params.logprobs is None:
                 jumping[index] = running
-            if (token := running.forced()) is not None:
-                masks[index] = self._only(token)
+            if text := running.forced():
+                masks[index] = self._only(text[0])
             else:
                 free.append((index, running.matcher, draw))
         words = np.zeros((len(free), self._num_words), np.int32)

@@ -18,12 +18,14 @@ from cluster.frontend.http.server import HttpServer
 from cluster.frontend.servers import Servers
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.guarded import Files, guarded
+from tests.frontend.http.hostile import MAX_S, longest_callback
 from tests.frontend.http.opened import Clients, opened
 from tests.kvtransfer.peers import no_descriptors_left
 
 ASK = {"prompt": "hello", "max_tokens": 4}
 BODY = json.dumps(ASK).encode()
 STRANGER = "127.0.0.2"
+ASYNCIO_READ_BYTES = 256 << 10
 Connected = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -251,6 +253,20 @@ async def test_incomplete_bodies_have_a_memory_limit(
                 async with raw(url, head(len(BODY)) + BODY, host) as (reader, _):
                     assert b" 200 " in await head_of(reader), "a small body always passes"
         await until(lambda: not unread)
+
+
+async def test_a_body_of_tiny_chunks_is_parsed_in_parts(dispatcher: FakeDispatcher) -> None:
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY.ljust(ASYNCIO_READ_BYTES // 6))
+    begin = head(0).replace(b"content-length: 0", b"transfer-encoding: chunked")
+    async with opened(dispatcher) as (_, servers):
+        http_server = http_server_of(servers)
+        async with raw(servers.http_url) as (reader, _):
+            await until(lambda: connected(http_server) == 1)
+            (protocol,) = http_server._server.server_state.connections
+            with longest_callback() as longest:
+                asyncio.get_running_loop().call_soon(protocol.data_received, begin + chunks + b"0\r\n\r\n")
+                assert b" 200 " in await reader.readline()
+    assert longest.seconds < MAX_S, longest
 
 
 async def test_a_large_body_is_freed_before_the_answer(dispatcher: FakeDispatcher) -> None:
