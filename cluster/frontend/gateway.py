@@ -49,7 +49,7 @@ from workers.errors import InvalidRequest, ModelError
 from workers.request import SLO, Grammar, Request, SamplingParams
 
 MAX_STOP_CHARS = 1024  # the search for a partial stop string is quadratic in it
-MAX_GRAMMARS = 64  # checked ones that are remembered
+MAX_GRAMMARS = 64  # remembered
 RETRY_AFTER_S = 1.0
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
 Run = Callable[[Request, Callable[[Event], None]], Coroutine[Any, Any, None]]
@@ -95,7 +95,7 @@ class Gateway:
         self.preprocessing = preprocessing
         self._active: dict[str, _Running] = {}
         self._num_active = 0
-        self._grammars: OrderedDict[Grammar, Grammar] = OrderedDict()  # those checked before
+        self._grammars: OrderedDict[Grammar, asyncio.Task[Grammar]] = OrderedDict()  # each checked once
 
     @property
     def active(self) -> int:
@@ -265,14 +265,16 @@ class Gateway:
         return encoded.tokens
 
     async def _checked(self, grammar: Grammar) -> Grammar:
-        """The grammar as workers compile it. Compiles a new one outside the event loop. Raises `InvalidRequest`."""
-        checked = self._grammars.pop(grammar, None)
-        if checked is None:
-            checked = await self.preprocessing.check_grammar(grammar)
-        self._grammars[grammar] = checked
+        """The grammar as workers compile it. Compiles a new one outside the event loop, once for all requests that wait
+        for it. Raises `InvalidRequest`, and `Rejected`.
+        """
+        checking = self._grammars.pop(grammar, None)
+        if checking is None or (checking.done() and checking.exception() is not None):
+            checking = asyncio.create_task(self.preprocessing.check_grammar(grammar))
+        self._grammars[grammar] = checking
         while len(self._grammars) > MAX_GRAMMARS:
             self._grammars.popitem(last=False)
-        return checked
+        return await asyncio.shield(checking)
 
     def cancel(self, request_id: str) -> bool:
         """End the requests with this id or client id at once; their iterators raise `RequestCancelled`.

@@ -138,7 +138,7 @@ class _QueuedProcess:
         if self._waiting and (
             len(self._waiting) >= self._max_waiting or waiting_bytes + len(frame) > MAX_WAITING_BYTES
         ):
-            raise Rejected("too many large prompts wait in this gateway; try again", RETRY_AFTER_S, "gateway-full")
+            raise Rejected("too many large inputs wait in this gateway; try again", RETRY_AFTER_S, "gateway-full")
         call = _Call(size, next(self._numbers), frame, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiting, call)
         self._wake.set()
@@ -147,7 +147,7 @@ class _QueuedProcess:
             async with asyncio.timeout(PREPROCESS_WAIT_S):
                 return await call.result
         except TimeoutError:
-            raise Rejected("this gateway has too many prompts to tokenize; try again", RETRY_AFTER_S) from None
+            raise Rejected("this gateway has too many large inputs to read; try again", RETRY_AFTER_S) from None
         finally:
             if call in self._waiting:  # the caller was cancelled, or its time is up
                 self._waiting.remove(call)

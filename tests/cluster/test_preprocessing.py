@@ -120,7 +120,7 @@ async def test_a_full_queue_refuses(tmp_path: Path) -> None:
         await begun(tmp_path)
         waiting = asyncio.ensure_future(processes.call(1, process_id))
         await asyncio.sleep(0)
-        with pytest.raises(Rejected, match="too many large prompts"):
+        with pytest.raises(Rejected, match="too many large inputs"):
             await processes.call(1, process_id)
         (tmp_path / "go").touch()
         await asyncio.gather(busy, waiting)

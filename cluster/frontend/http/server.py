@@ -116,9 +116,7 @@ class _H11(h11.Connection):
 
 
 class _Http(H11Protocol):
-    """uvicorn's protocol with limits: of the time, which uvicorn limits only between requests, and of the bytes that are
-    parsed before other callbacks run.
-    """
+    """uvicorn's protocol, with time limits also within a request, and a limit of what is parsed at once."""
 
     conn: _H11
     _headers_timer: asyncio.TimerHandle | None = None

@@ -5,17 +5,18 @@ import threading
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from cluster.events import Accepted, Completed
+from cluster.events import Accepted, Completed, Rejected
 from cluster.frontend.gateway import GenerateOptions, RequestCancelled
 from cluster.frontend.text import TextDelta, TextEvent, TextPrompt
 from diptych.client import Answer, AsyncClient
 from diptych.errors import DiptychError
 from tests.frontend.grpc.fake import LINK, REPORT, FakeDispatcher, gateway_context, gateway_without_servers
 from tests.frontend.tokenizers import ByteTokenizer
-from workers.request import SLO, FinishReason, Request, SamplingParams
+from workers.request import SLO, FinishReason, Grammar, Request, SamplingParams
 
 
 def deltas_of(events: list[TextEvent]) -> list[TextDelta]:
@@ -251,6 +252,37 @@ async def test_a_request_may_be_cancelled_while_its_prompt_is_encoded(dispatcher
     with pytest.raises(RequestCancelled, match="was cancelled by its caller"):
         await first
     assert gateway.active == 0 and not dispatcher.requests
+
+
+async def test_requests_with_the_same_new_grammar_share_its_check(dispatcher: FakeDispatcher) -> None:
+    """60 requests with one new schema took a check each, one after the other: a minute on a busy host."""
+    go_on, checked = threading.Event(), list[Grammar]()
+
+    class SlowCompiler(ByteTokenizer):
+        def check_grammar(self, grammar: Grammar) -> Grammar:
+            checked.append(grammar)
+            go_on.wait(5.0)
+            if len(checked) == 1:
+                raise Rejected("the host is too busy", 1.0)
+            return grammar
+
+    gateway = gateway_without_servers(gateway_context(dispatcher), SlowCompiler())
+    sampling = SamplingParams(max_tokens=1, grammar=Grammar("regex", "a"))
+
+    def ask(name: str) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(
+            anext(gateway.generate(TextPrompt("hi"), sampling, GenerateOptions(request_id=name)))
+        )
+
+    leaving, *staying = [ask(f"r{index}") for index in range(10)]
+    await until(lambda: gateway.active == 10)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    go_on.set()
+    outcomes = await asyncio.gather(*staying, return_exceptions=True)
+    assert len(checked) == 1 and all(isinstance(each, Rejected) for each in outcomes)
+    assert isinstance(await ask("again"), Accepted) and len(checked) == 2, "a check that failed is repeated"
+    assert isinstance(await ask("once-more"), Accepted) and len(checked) == 2
 
 
 async def test_a_given_seed_is_used(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
