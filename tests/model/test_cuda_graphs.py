@@ -1,8 +1,10 @@
 """Decode graphs on a CPU, with a capture that repeats its work: buckets, filling, and the same tokens as without."""
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,17 @@ from tests.model.tiny import write_tiny_llama
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.executor.cuda_graphs import (
     MIN_CONTEXT,
+    PAGE_BYTES,
     DecodeGraphs,
+    MemoryUse,
     context_bucket,
+    graph_bytes,
     padded,
     sequences_bucket,
 )
 from workers.executor.inputs import step_arrays
 from workers.executor.rank import ModelPart
+from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder
 from workers.model.load import load_decoder
 from workers.request import SamplingParams
@@ -54,14 +60,92 @@ def test_decodes_by_graphs_give_the_same_tokens(tmp_path: Path) -> None:
     prompts = [[rng.randrange(3, 300) for _ in range(length)] for length in (9, 33, 20)]
     plain = greedy(ModelPart(model), pool_for(model.config, 80), prompts, 12, chunk=16, first_block=RESERVED_BLOCKS)
     pool, capture = pool_for(model.config, 80), Repeated()
-    graphs = DecodeGraphs(model, pool.blocks, 32, capture)
+    graphs = DecodeGraphs(model, pool.blocks, 32, 320, capture)
     assert greedy(ModelPart(model, graphs=graphs), pool, prompts, 12, chunk=16, first_block=RESERVED_BLOCKS) == plain
     # A bucket of one for the prompt's last chunk, which has one token, and one of four for all decodes.
     assert capture.captures == 2 and capture.replays == 12
-    sizes = (1, 2, 4, 8, 16, 24, 32)
-    assert graphs.buckets == [(size, 1024) for size in sizes]  # the pool has 320 tokens
-    larger = DecodeGraphs(model, pool_for(model.config, 600).blocks, 32, capture)
-    assert larger.buckets == [(size, context) for context in (1024, 2048) for size in sizes]
+    sizes = (32, 24, 16, 8, 4, 2, 1)
+    assert graphs.buckets == [(size, 1024) for size in sizes]
+    larger = DecodeGraphs(model, pool.blocks, 32, 10_000, capture)  # the model has 2,048
+    ordered = [(32, 2048), *((size, 1024) for size in sizes), *((size, 2048) for size in sizes[1:])]
+    assert larger.buckets == ordered
+
+
+def test_a_graph_is_captured_before_it_is_needed_without_writing_kv(tmp_path: Path) -> None:
+    folder = ModelFolder("tiny", write_tiny_llama(tmp_path / "m", context_length=4096))
+    model = load_decoder(folder, torch.device("cpu"), torch.float32)
+    pool, capture = pool_for(model.config, 8, 16), Repeated()
+    graphs = DecodeGraphs(model, pool.blocks, 4, 2048, capture)
+    with torch.inference_mode():
+        for bucket in graphs.buckets:
+            graphs.capture(*bucket)
+        assert capture.captures == 6 and not pool.blocks[:-1].any()
+        chunks = (Chunk("a", (7,), 20, (2, 3), GREEDY), Chunk("b", (9,), 3, (4,), GREEDY))
+        by_graph = graphs.logits(step_arrays(StepPlan(1, chunks), 16))
+        assert by_graph is not None and capture.captures == 6 and capture.replays == 1
+        one = graphs.logits(step_arrays(StepPlan(2, (Chunk("a", (7,), 2047, (2,) * 128, GREEDY),)), 16))
+        assert one is not None and capture.captures == 6
+        longer = Chunk("a", (7,), 2048, (2,) * 129, GREEDY)
+        assert graphs.logits(step_arrays(StepPlan(3, (longer,)), 16)) is None
+
+
+class CountedDevice:
+    """Memory as torch and CUDA give it to graphs: a pool that all share and that keeps its blocks, first fit, and pages
+    of the driver.
+    """
+
+    of_driver, of_block = 3 * PAGE_BYTES // 4, PAGE_BYTES
+
+    def __init__(self, model: Decoder) -> None:
+        self._vocab_size = model.config.vocab_size
+        self._blocks: list[int] = []
+        self._captures = 0
+        self.others = 0
+
+    def capture(self, work: Any) -> Callable[[], None]:
+        (inputs,) = work.args
+        rows = len(inputs.tokens)
+        needs = [4096 * rows * self._vocab_size, 64 * rows * inputs.batch.max_context]
+        for need in sorted(needs, reverse=True):
+            if not any(need <= block for block in self._blocks):
+                self._blocks.append(-(-need // self.of_block) * self.of_block)
+        self._captures += 1
+        return lambda: None
+
+    def use(self) -> MemoryUse:
+        reserved = sum(self._blocks)
+        driver = -(-self._captures * self.of_driver // PAGE_BYTES) * PAGE_BYTES
+        return MemoryUse(reserved, (1 << 40) - reserved - driver - self.others)
+
+
+def test_the_memory_of_all_graphs_is_known_before_the_pool_is_sized(tmp_path: Path) -> None:
+    """Less than a quarter above what they take then, although another process allocates meanwhile."""
+    folder = ModelFolder("tiny", write_tiny_llama(tmp_path / "m", context_length=16384))
+    model = load_decoder(folder, torch.device("cpu"), torch.float32)
+    pool = pool_for(model.config, 4)
+    measuring = CountedDevice(model)
+    numbers = itertools.count()
+
+    def use() -> MemoryUse:
+        measuring.others += (1 << 35) * (next(numbers) % 4 == 2)
+        return measuring.use()
+
+    estimated = graph_bytes(lambda: DecodeGraphs(model, pool.blocks, 64, 16384, measuring.capture), use)
+    real = CountedDevice(model)
+    before = real.use()
+    graphs = DecodeGraphs(model, pool.blocks, 64, 16384, real.capture)
+    with torch.inference_mode():
+        for bucket in graphs.buckets:
+            graphs.capture(*bucket)
+    taken = before.free - real.use().free
+    assert taken <= estimated < 1.25 * taken
+    # From the fewest sequences to the most, each graph would need a block of its own.
+    ascending = CountedDevice(model)
+    graphs = DecodeGraphs(model, pool.blocks, 64, 16384, ascending.capture)
+    with torch.inference_mode():
+        for bucket in sorted(graphs.buckets):
+            graphs.capture(*bucket)
+    assert ascending.use().reserved > 3 * real.use().reserved
 
 
 @given(st.integers(1, 256), st.integers(1, 200_000))
@@ -87,5 +171,5 @@ def test_sequences_that_fill_a_bucket_use_a_block_of_their_own() -> None:
 ])  # fmt: skip
 def test_other_steps_have_no_graph(chunks: tuple[Chunk, ...], tmp_path: Path) -> None:
     model = load_decoder(ModelFolder("tiny", write_tiny_llama(tmp_path / "m")), torch.device("cpu"), torch.float32)
-    graphs = DecodeGraphs(model, pool_for(model.config, 4).blocks, 256, Repeated())
+    graphs = DecodeGraphs(model, pool_for(model.config, 4).blocks, 256, 64, Repeated())
     assert graphs.logits(step_arrays(StepPlan(1, chunks), 16)) is None

@@ -40,6 +40,7 @@ def test_a_gpu_is_filled_to_its_utilization_after_weights_and_activations() -> N
     memory = DeviceMemory(80 * GIB, 63 * GIB, 16 * GIB, 2 * GIB)
     assert memory.kv_bytes(0.9, 1.0, is_host=False) == int(0.9 * 80 * GIB) - 18 * GIB
     assert memory.kv_bytes(0.5, 1.0, is_host=False) == 22 * GIB
+    assert replace(memory, graph_bytes=3 * GIB).kv_bytes(0.5, 1.0, is_host=False) == 19 * GIB
     crowded = replace(memory, free_bytes=10 * GIB)  # others have the rest
     assert crowded.kv_bytes(0.9, 1.0, is_host=False) == 7 * GIB
     assert replace(memory, free_bytes=GIB).kv_bytes(0.9, 1.0, is_host=False) == 0

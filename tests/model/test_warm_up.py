@@ -67,7 +67,7 @@ def test_requests_wait_for_no_kernel(
 def test_requests_wait_for_no_graph(three_layers: ModelFolder) -> None:
     model = load_decoder(three_layers, CPU, torch.float32)
     pool, capture = pool_for(model.config, 40, 8), Repeated()
-    part = ModelPart(model, graphs=DecodeGraphs(model, pool.blocks, ENGINE.max_running, capture))
+    part = ModelPart(model, graphs=DecodeGraphs(model, pool.blocks, ENGINE.max_running, CONTEXT, capture))
     assert part.graphs is not None
     for plan in compiling_steps(ENGINE, CONTEXT, part.graphs.buckets):
         compute(part, pool, plan)

@@ -1,7 +1,7 @@
 """How many KV blocks a rank allocates when `engine.kv_blocks` is not set: bytes in, blocks out. Pure.
 
-    GPU    gpu_memory_utilization of its memory, less weights and the largest step, and at most that share of the free
-           memory
+    GPU    gpu_memory_utilization of its memory, less weights, the largest step and CUDA graphs, and at most that share
+           of the free memory
     CPU    the same share of the host's memory, divided among the cluster's ranks, and at most HOST_SHARE of the free
            memory, divided likewise; no more than `max_running` requests of the longest length use
 
@@ -20,18 +20,21 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a rank's device after its weights are loaded. `step_bytes`: peak of a step's activations."""
+    """Bytes of a rank's device after its weights are loaded. `step_bytes`: peak of a step's activations; `graph_bytes`:
+    what CUDA graphs will take.
+    """
 
     total_bytes: int
     free_bytes: int
     weight_bytes: int
     step_bytes: int = 0
+    graph_bytes: int = 0
 
     def kv_bytes(self, utilization: float, part: float, *, is_host: bool) -> int:
         """What KV blocks may take. `part`: this rank's share of the device, above 0 and at most 1."""
         of_all = utilization * part * self.total_bytes - self.weight_bytes
         of_free = (HOST_SHARE * part if is_host else utilization) * self.free_bytes
-        return max(0, int(min(of_all, of_free)) - self.step_bytes)
+        return max(0, int(min(of_all, of_free)) - self.step_bytes - self.graph_bytes)
 
 
 def host_cache_blocks(cache: CacheConfig, block_bytes: int) -> int:
@@ -58,8 +61,13 @@ def blocks_in_use(engine: EngineConfig, context_length: int) -> int:
 
 
 def blocks_of_one(engine: EngineConfig, context_length: int) -> int:
-    """Blocks of one request of the longest length that the configuration and the model allow."""
-    return -(-min(context_length, engine.max_model_len or context_length) // engine.block_size)
+    """Blocks of one request of the longest length."""
+    return -(-longest_context(engine, context_length) // engine.block_size)
+
+
+def longest_context(engine: EngineConfig, context_length: int) -> int:
+    """Tokens of the longest sequence that the configuration and the model allow."""
+    return min(context_length, engine.max_model_len or context_length)
 
 
 def check_blocks(blocks: int, engine: EngineConfig, context_length: int, block_bytes: int, device: str) -> None:

@@ -23,7 +23,7 @@ from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import RankLost
 from workers.executor.adapters import RankAdapters
-from workers.executor.cuda_graphs import DecodeGraphs, cuda_capture, has_graphs
+from workers.executor.cuda_graphs import DecodeGraphs, cuda_capture, cuda_memory_use, graph_bytes, has_graphs
 from workers.executor.disk_cache import open_disk_cache
 from workers.executor.grammar_masks import GrammarMasks
 from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
@@ -34,13 +34,14 @@ from workers.executor.kv_sizing import (
     check_blocks,
     default_host_cache_blocks,
     host_cache_blocks,
+    longest_context,
 )
 from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.rank_spec import Rendezvous, sampling_rank
 from workers.executor.rank_store import RankStore
 from workers.executor.remote_cache import open_remote_cache
 from workers.executor.threads import ComputeThread, usable_cores
-from workers.executor.warm_up import warm_up
+from workers.executor.warm_up import deepest_step, warm_up
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
 from workers.model.folder import ModelFolder, tokenizer_id
@@ -222,9 +223,12 @@ def _load_shard(
     if device.type == "cuda":
         adapters.compile()
     part = ModelPart(model, group, link, shard=shard, adapters=adapters)
+    is_captured = device.type == "cuda" and engine.cuda_graphs and store is None and has_graphs(model)
     if not engine.kv_blocks:
         host_bytes = facts.host_cache_blocks * layout.block_bytes + config.staging_bytes
-        chosen = _chosen_blocks(config, facts.context_length, part, layout, device, store, host_bytes)
+        chosen = _chosen_blocks(
+            config, facts.context_length, part, layout, device, store, host_bytes, is_captured=is_captured
+        )
         facts = replace(facts, kv_blocks=chosen)
     kv_blocks = engine.kv_blocks or facts.kv_blocks
     if has_default_host_cache(config, device):
@@ -232,10 +236,10 @@ def _load_shard(
         proposed = default_host_cache_blocks(free_bytes, layout.block_bytes, kv_blocks)
         agreed = _fewest(store, config.parallel.world_size, "blocks of host memory", proposed)
         facts = replace(facts, host_cache_blocks=agreed)
-    is_captured = device.type == "cuda" and engine.cuda_graphs and store is None and has_graphs(model)
     pool = allocate_pool(layout, kv_blocks + is_captured, device, facts.host_cache_blocks, config.staging_bytes)
     if is_captured:
-        part = replace(part, graphs=DecodeGraphs(model, pool.blocks, engine.max_running, cuda_capture()))
+        longest = longest_context(engine, facts.context_length)
+        part = replace(part, graphs=_graphs(part, pool, engine, min(longest, kv_blocks * engine.block_size)))
     return facts, part, pool
 
 
@@ -252,19 +256,25 @@ def _chosen_blocks(
     device: torch.device,
     store: TCPStore | None,
     host_bytes: int,
+    *,
+    is_captured: bool,
 ) -> int:
     """Blocks of a pool without `kv_blocks`: what fits on the rank with the least room. Raises `ModelError`.
 
-    `host_bytes`: what else the rank takes of the host's memory.
+    `host_bytes`: what else the rank takes of the host's memory. `is_captured`: its decodes replay CUDA graphs.
     """
     engine, is_host = config.engine, device.type == "cpu"
     if is_host:
         free_bytes, total_bytes = memory_of(device)
         memory = DeviceMemory(total_bytes, free_bytes, psutil.Process().memory_info().rss)
     else:
-        step_bytes = _measured_step(part, layout, device, fullest_step(engine, context_length))
+        step_bytes, of_graphs = _measured(part, layout, device, engine, context_length, is_captured=is_captured)
         free_bytes, total_bytes = memory_of(device)
-        memory = DeviceMemory(total_bytes, free_bytes, torch.cuda.memory_allocated(device), step_bytes)
+        memory = DeviceMemory(total_bytes, free_bytes, torch.cuda.memory_allocated(device), step_bytes, of_graphs)
+        logger.info(
+            "%s: of %.2f GiB on %s, %.2f are free, and weights take %.2f, a step %.2f, CUDA graphs %.2f", config.name,
+            *(total_bytes / GIB, device), *(each / GIB for each in (free_bytes, memory.weight_bytes, step_bytes, of_graphs)),
+        )  # fmt: skip
     kv_bytes = memory.kv_bytes(engine.gpu_memory_utilization, config.memory_part, is_host=is_host)
     kv_bytes -= host_bytes if is_host else config.staging_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - RESERVED_BLOCKS)
@@ -277,17 +287,38 @@ def _chosen_blocks(
     return blocks + RESERVED_BLOCKS
 
 
-def _measured_step(part: ModelPart, layout: KVLayout, device: torch.device, plan: StepPlan) -> int:
-    """Peak bytes of this step's activations on a GPU. All ranks of a gang compute it together."""
+def _measured(
+    part: ModelPart,
+    layout: KVLayout,
+    device: torch.device,
+    engine: EngineConfig,
+    context_length: int,
+    *,
+    is_captured: bool,
+) -> tuple[int, int]:
+    """Bytes on a GPU: the peak of a step's activations, and CUDA graphs. All ranks of a gang compute the steps together.
+
+    Over a pool of scratch blocks, since graphs hold the addresses of theirs: those that a worker uses are captured
+    again after the pool is allocated.
+    """
     pool = allocate_pool(layout, RESERVED_BLOCKS, device)
     torch.cuda.reset_peak_memory_stats(device)
     before_bytes = torch.cuda.memory_allocated(device)
-    compute(part, pool, plan)
+    longest = longest_context(engine, context_length)
+    for plan in (fullest_step(engine, context_length), deepest_step(engine, longest)):
+        compute(part, pool, plan)
     torch.cuda.synchronize(device)
     step_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
+    of_graphs = 0
+    if is_captured:
+        of_graphs = graph_bytes(lambda: _graphs(part, pool, engine, longest), lambda: cuda_memory_use(device))
     del pool
     torch.cuda.empty_cache()
-    return step_bytes
+    return step_bytes, of_graphs
+
+
+def _graphs(part: ModelPart, pool: KVPool, engine: EngineConfig, longest: int) -> DecodeGraphs:
+    return DecodeGraphs(part.model, pool.blocks, engine.max_running, longest, cuda_capture())
 
 
 def _fewest(store: TCPStore | None, world_size: int, what: str, blocks: int) -> int:

@@ -58,6 +58,11 @@ def compiling_steps(
     return (*short_steps(engine), *_kernels(engine, context_length), *_decodes(engine, context_length, graphs))
 
 
+def deepest_step(engine: EngineConfig, longest: int) -> StepPlan:
+    """A decode of as many sequences as the engine takes, one of them with `longest` tokens. For measurements."""
+    return next(_decodes(engine, longest, [(engine.max_running, longest)]))
+
+
 def _kernels(engine: EngineConfig, context_length: int) -> Iterator[StepPlan]:
     tokens = min(TOKENS, context_length // 2)
     yield _step(engine, _chunk(engine, "longest", 0, min(engine.max_batch_tokens, context_length)))

@@ -25,11 +25,16 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
 
 def staged(arrays: Sequence[NDArray[Any]], *, pin: bool) -> Tensor:
     """The arrays in one buffer of bytes on the host, which `views_of` takes apart."""
-    buffer = torch.empty(_starts(arrays)[-1], dtype=torch.uint8, pin_memory=pin)
+    buffer = torch.empty(num_bytes(arrays), dtype=torch.uint8, pin_memory=pin)
     there = buffer.numpy()
     for start, array in zip(_starts(arrays), arrays, strict=False):
         there[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
     return buffer
+
+
+def num_bytes(arrays: Sequence[NDArray[Any]]) -> int:
+    """Of the buffer that `staged` makes for them."""
+    return _starts(arrays)[-1]
 
 
 def views_of(buffer: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:

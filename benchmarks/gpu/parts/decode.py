@@ -39,7 +39,7 @@ def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
     variants = {"": part}
     if device.type == "cuda":
         variants["_with_graphs"] = replace(
-            part, graphs=DecodeGraphs(part.model, pool.blocks, batches[-1], cuda_capture())
+            part, graphs=DecodeGraphs(part.model, pool.blocks, batches[-1], len(pool.blocks) * SIZE, cuda_capture())
         )
     figures: dict[str, object] = {"copy_gb_s": copy / 1e9}
     for rows in batches:

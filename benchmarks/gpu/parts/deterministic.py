@@ -109,7 +109,11 @@ def _model_is_invariant(name: str, device: str, tiny: bool) -> int:
             for prompt, table in zip(prompts, first, strict=True)
         ]
         has_graphs = where.type == "cuda" and config.experts is None  # experts that are not grouped wait
-        graphs = DecodeGraphs(model, pool.blocks, len(prompts), cuda_capture()) if has_graphs else None
+        graphs = (
+            DecodeGraphs(model, pool.blocks, len(prompts), len(pool.blocks) * BLOCK, cuda_capture())
+            if has_graphs
+            else None
+        )
         together = _answers(ModelPart(model, graphs=graphs), pool, prompts, second, (50, 7, 64, 33))
     if alone != together:
         raise AssertionError(f"{name}: tokens alone {alone}, together {together}")

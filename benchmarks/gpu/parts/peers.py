@@ -114,7 +114,11 @@ def _ours(
     blocks = -(-(context + 1) // SIZE)
     most = max(batches[-1] * blocks, lengths[-1] // SIZE)
     pool = filled_pool(shape, RESERVED_BLOCKS + most + 1, device, dtype, SIZE)
-    graphs = DecodeGraphs(model, pool.blocks, batches[-1], cuda_capture()) if device.type == "cuda" else None
+    graphs = (
+        DecodeGraphs(model, pool.blocks, batches[-1], len(pool.blocks) * SIZE, cuda_capture())
+        if device.type == "cuda"
+        else None
+    )
     part = ModelPart(model, graphs=graphs)
     seconds = {}
     for rows in batches:
