@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psutil
@@ -271,10 +272,9 @@ def _chosen_blocks(
         step_bytes, of_graphs = _measured(part, layout, device, engine, context_length, is_captured=is_captured)
         free_bytes, total_bytes = memory_of(device)
         memory = DeviceMemory(total_bytes, free_bytes, torch.cuda.memory_allocated(device), step_bytes, of_graphs)
-        logger.info(
-            "%s: of %.2f GiB on %s, %.2f are free, and weights take %.2f, a step %.2f, CUDA graphs %.2f", config.name,
-            *(total_bytes / GIB, device), *(each / GIB for each in (free_bytes, memory.weight_bytes, step_bytes, of_graphs)),
-        )  # fmt: skip
+        sizes = [each / GIB for each in (total_bytes, free_bytes, memory.weight_bytes, step_bytes, of_graphs)]
+        text = "%s: %.2f GiB, %.2f of them free; weights take %.2f, a step %.2f, CUDA graphs %.2f"
+        logger.info(text, config.name, *sizes)
     kv_bytes = memory.kv_bytes(engine.gpu_memory_utilization, config.memory_part, is_host=is_host)
     kv_bytes -= host_bytes if is_host else config.staging_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - RESERVED_BLOCKS)
@@ -296,7 +296,7 @@ def _measured(
     *,
     is_captured: bool,
 ) -> tuple[int, int]:
-    """Bytes on a GPU: the peak of a step's activations, and CUDA graphs. All ranks of a gang compute the steps together.
+    """Bytes on a GPU: the peak of a step's activations, and CUDA graphs. All ranks of a gang compute the same steps.
 
     Over a pool of scratch blocks, since graphs hold the addresses of theirs: those that a worker uses are captured
     again after the pool is allocated.
@@ -311,7 +311,9 @@ def _measured(
     step_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
     of_graphs = 0
     if is_captured:
-        of_graphs = graph_bytes(lambda: _graphs(part, pool, engine, longest), lambda: cuda_memory_use(device))
+        open_graphs = partial(_graphs, part, pool, engine, longest)
+        of_graphs = graph_bytes(open_graphs, partial(cuda_memory_use, device))
+        del open_graphs
     del pool
     torch.cuda.empty_cache()
     return step_bytes, of_graphs
