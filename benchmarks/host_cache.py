@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from benchmarks.elastic.scenarios import MOONCAKE, shared
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.offline.workload.load import load_workload
-from workers.engine.cache_log import CacheLog
 from workers.engine.host_cache import HostCache
+from workers.engine.kv_event_log import KVEventLog
 
 SIZES = (1000, 3000, 5860, 10_000, 30_000, 50_000, 100_000)  # blocks of 512 tokens
 
 
 def host_cache_hits(workload: Workload, num_blocks: int) -> float:
     """The share of all prompt tokens that a `HostCache` of this many blocks has."""
-    cache = HostCache(num_blocks, CacheLog(128))
+    cache = HostCache(num_blocks, KVEventLog(128))
 
     def found(hashes: list[bytes]) -> int:
         hits = len(cache.match(hashes))

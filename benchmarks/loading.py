@@ -23,7 +23,7 @@ from kvtransfer.transport import PullOrder, Read
 from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.block_store import BlockStore
 from workers.engine.blocks import block_hashes
-from workers.engine.cache_log import Tier
+from workers.engine.kv_event_log import Tier
 from workers.engine.store_tiers import READS_AT_ONCE
 from workers.executor.opening import open_rank
 from workers.executor.rank import Rank

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from benchmarks.figures import BenchmarkPart, Figure, Progress, spread
 from cluster.policy.policy import open_policy
-from cluster.policy.routing.prefix_index import GRAIN, prefix_hashes
+from cluster.policy.routing.prefix_index import HASH_BLOCK_SIZE, prefix_hashes
 from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
@@ -49,8 +49,8 @@ class _Town:
         for worker in self._workers:
             hashes = [draw.getrandbits(60) for _ in range(HASHES)]
             for document in draw.sample(self._documents, 8):
-                hashes += prefix_hashes(document, GRAIN)
-            events = KVEvents(0, 1, 1, GRAIN, whole=True, device=HashChanges(tuple(hashes)))
+                hashes += prefix_hashes(document, HASH_BLOCK_SIZE)
+            events = KVEvents(0, 1, 1, HASH_BLOCK_SIZE, whole=True, device=HashChanges(tuple(hashes)))
             self._policy.index.take(worker.name, worker.incarnation, events)
         self._now_s = 1000.0
         self._number = 0

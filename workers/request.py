@@ -324,7 +324,7 @@ class LateSource(Protocol):
 class LateReader(Protocol):
     """A subscriber that takes outputs late, in the order of their times.
 
-    `reads_cache`: a step that changes the cache log must be told in time.
+    `reads_cache`: a step that changes the KV event log must be told in time.
     """
 
     reads_cache: bool

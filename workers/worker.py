@@ -27,10 +27,10 @@ from kvtransfer.open import RESERVED_BLOCKS
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.config import WorkerConfig
 from workers.engine.adapter_cache import AdapterCache
-from workers.engine.cache_log import Tier
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.engine_loop import EngineLoop
 from workers.engine.executor import Executor
+from workers.engine.kv_event_log import Tier
 from workers.engine.multi_step import MultiStep
 from workers.engine.reservation_queue import ReservationQueue
 from workers.engine.sequence import Lease

@@ -19,8 +19,8 @@ from cluster.control.client import ControllerCalls
 from cluster.control.membership import Member, Membership
 from cluster.control.replicas import CRASH_LOOP, REMOVED
 from cluster.control.supervised import Failures, supervised
-from cluster.dispatch.cache_reader import CacheReader
 from cluster.dispatch.capacity import ServingCapacity, serving_capacity, sized
+from cluster.dispatch.kv_event_reader import KVEventReader
 from cluster.dispatch.worker_client import WorkerClient
 from cluster.observe.history import History
 from cluster.policy.routing.lending import Lending
@@ -251,10 +251,10 @@ class WorkerDiscovery:
         self._sent.pop(view.name, None)
         assert member.handle is not None, "only ready members have a client"
         handle = member.handle.at(view.incarnation)
-        reader: CacheReader | None = None
+        reader: KVEventReader | None = None
         if self._caches is not None:
             take = partial(self._caches.take, view.name, view.incarnation, server=view.remote_store)
-            reader = CacheReader(handle, take, self._spec.gateway.cache_events_interval_s)
+            reader = KVEventReader(handle, take, self._spec.gateway.cache_events_interval_s)
         client = WorkerClient(
             view,
             handle,

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from cluster.dispatch.cache_reader import CacheReader
+from cluster.dispatch.kv_event_reader import KVEventReader
 from cluster.policy.routing.router import NOTHING_SENT, SentWork
 from cluster.runtime.interface import WorkerStub
 from cluster.runtime.runtime_errors import WorkerGone
@@ -56,7 +56,7 @@ class WorkerClient:
         late: "dict[str, WorkerClient]",
         touched: Callable[[], None],
         changed: Callable[[], None],
-        cache: CacheReader | None,
+        cache: KVEventReader | None,
         kv_dtype: str,
     ) -> None:
         self.view = view

@@ -24,9 +24,9 @@ from tests.engine.test_memory import EngineMachine
 from tests.examples import examples
 from workers.config import BATCHING
 from workers.costs import CostModel, LinearCost
-from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.host_cache import HostCache
+from workers.engine.kv_event_log import KVEventLog, Tier
 from workers.engine.sequence import Lease
 from workers.errors import InvalidRequest, Overloaded
 from workers.request import Request, TokensOut
@@ -149,7 +149,7 @@ def test_saved_blocks_are_not_written_before_they_are_saved() -> None:
 
 
 def test_the_host_forgets_the_oldest_but_nothing_that_the_step_reads() -> None:
-    host = HostCache(2, CacheLog(128))
+    host = HostCache(2, KVEventLog(128))
     a, b = host.save(b"a", 1, ()), host.save(b"b", None, ())
     assert a is not None and b is not None
     assert sorted((a, b)) == [0, 1] and host.match([b"a", b"x"]) == [a]
@@ -164,7 +164,7 @@ def test_the_host_forgets_the_oldest_but_nothing_that_the_step_reads() -> None:
 
 
 def test_blocks_in_use_survive_a_scan_of_ten_times_the_host_cache() -> None:
-    host = HostCache(5120, CacheLog(128))
+    host = HostCache(5120, KVEventLog(128))
     hot = [b"hot %d" % number for number in range(1024)]
     for block_hash in hot:
         host.save(block_hash, None, ())
@@ -176,7 +176,7 @@ def test_blocks_in_use_survive_a_scan_of_ten_times_the_host_cache() -> None:
 
 
 def test_hits_are_forgotten_when_others_are_hit_later() -> None:
-    host = HostCache(10, CacheLog(128))
+    host = HostCache(10, KVEventLog(128))
     hashes = [b"%d" % number for number in range(10)]
     for block_hash in hashes:
         host.save(block_hash, None, ())

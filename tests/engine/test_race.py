@@ -13,9 +13,9 @@ from tests.engine.driving import engine, request, result
 from tests.examples import examples
 from workers.costs import LinearCost
 from workers.engine.blocks import block_hashes
-from workers.engine.cache_log import Tier
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
+from workers.engine.kv_event_log import Tier
 from workers.engine.step import StepPlan
 from workers.request import TokensOut
 from workers.stats import TierStats

@@ -25,9 +25,9 @@ from tests.examples import examples
 from workers.config import BATCHING
 from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, block_hashes
-from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.engine import Engine
 from workers.engine.host_cache import HostCache
+from workers.engine.kv_event_log import KVEventLog, Tier
 from workers.engine.loads import PATIENCE
 from workers.engine.read_speed import ReadSpeed
 from workers.engine.store_tiers import READS_AT_ONCE, StoreTier
@@ -386,7 +386,7 @@ def test_what_a_step_saves_and_finds_to_be_in_doubt_is_not_written() -> None:
 
 
 def test_a_block_that_arrives_after_a_step_has_saved_it_is_free() -> None:
-    host = HostCache(2, CacheLog(128))
+    host = HostCache(2, KVEventLog(128))
     block = host.load(b"a")
     assert block is not None and host.save(b"a", None, ()) == 1 - block
     host.loaded(block, None, arrived=True)

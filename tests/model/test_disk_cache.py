@@ -16,8 +16,8 @@ from tests.kv_store.slabs import FILE
 from tests.model.test_host_tier import PROMPTS
 from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
-from workers.engine.cache_log import Tier
 from workers.engine.estimate import StepEstimate
+from workers.engine.kv_event_log import Tier
 from workers.engine.read_speed import ReadSpeed
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import KVStoreError
@@ -184,7 +184,7 @@ async def test_a_worker_without_its_folder_does_not_start_and_says_why(tiny: Mod
         await open_solo(config(tmp_path / "missing"), tiny, "w-1", SharedMemory())
 
 
-async def test_the_cache_log_has_what_is_on_the_disk_also_after_a_restart(tiny: ModelFolder, tmp_path: Path) -> None:
+async def test_the_kv_event_log_has_what_is_on_the_disk_also_after_a_restart(tiny: ModelFolder, tmp_path: Path) -> None:
     """Prompts of 150 tokens have one prefix hash each: of their first 128."""
     made = config(tmp_path, kv_blocks=42)
     made = replace(made, cache=CacheConfig(ByteSize(64 * BLOCK_BYTES), made.cache.disk))

@@ -11,7 +11,7 @@ from kvtransfer.open import SharedMemory
 from tests.model.test_disk_cache import WAIT_S, Client, config
 from tests.model.tiny import write_tiny_llama
 from workers.config import ByteSize, CacheConfig, ParallelConfig, RemoteCacheConfig
-from workers.engine.cache_log import Tier
+from workers.engine.kv_event_log import Tier
 from workers.errors import RankLost
 from workers.executor.disk_cache import DiskCache
 from workers.executor.gang import open_gang

@@ -15,7 +15,7 @@ from tests.kv_store.redis_server import RedisServer
 from tests.kv_store.tls_endpoint import tls_endpoint
 from tests.model.test_disk_cache import BLOCK_BYTES, WAIT_S, Client, config
 from workers.config import ByteSize, CacheConfig, RemoteCacheConfig, WorkerConfig
-from workers.engine.cache_log import Tier
+from workers.engine.kv_event_log import Tier
 from workers.errors import KVStoreError
 from workers.executor.opening import open_solo
 from workers.executor.remote_cache import RemoteCache

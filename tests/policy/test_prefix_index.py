@@ -19,9 +19,9 @@ some = st.lists(st.integers(1, 6), max_size=6, unique=True)
 
 
 def news(
-    added: list[int], removed: Sequence[int] = (), *, tier: str = "device", whole: bool = False, grain: int = 1
+    added: list[int], removed: Sequence[int] = (), *, tier: str = "device", whole: bool = False, block_size: int = 1
 ) -> KVEvents:
-    return KVEvents(0, 1, 1, grain, whole, **{tier: HashChanges(tuple(added), tuple(removed))})
+    return KVEvents(0, 1, 1, block_size, whole, **{tier: HashChanges(tuple(added), tuple(removed))})
 
 
 def test_chains_are_equal_as_far_as_tokens_are() -> None:
@@ -37,27 +37,27 @@ def test_chains_are_equal_as_far_as_tokens_are() -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 7), st.data())
-def test_a_chain_goes_on_from_any_part_of_it(tokens: list[int], grain: int, data: st.DataObject) -> None:
-    whole = prefix_hashes(tokens, grain)
-    assert len(whole) == len(tokens) // grain and all(0 <= prefix_hash < 2**60 for prefix_hash in whole)
+def test_a_chain_goes_on_from_any_part_of_it(tokens: list[int], block_size: int, data: st.DataObject) -> None:
+    whole = prefix_hashes(tokens, block_size)
+    assert len(whole) == len(tokens) // block_size and all(0 <= prefix_hash < 2**60 for prefix_hash in whole)
     part = data.draw(st.integers(0, len(whole)))
-    assert prefix_hashes(tokens, grain, whole[:part]) == whole
+    assert prefix_hashes(tokens, block_size, whole[:part]) == whole
 
 
 def test_a_lookup_returns_the_matched_length_of_each_worker() -> None:
-    index = PrefixIndex(grain=128)
+    index = PrefixIndex(block_size=128)
     for worker, hashes in (("a", [1, 2, 3]), ("b", [1, 2]), ("c", [2, 3]), ("d", [1, 3])):
-        index.take(worker, "1", news(hashes, grain=128))
+        index.take(worker, "1", news(hashes, block_size=128))
     assert index.matches([1, 2, 3, 4]) == {"a": Match(384), "b": Match(256), "d": Match(128)}
     assert index.matches([]) == {} == index.matches([9])
 
 
 def test_who_computed_an_answer_has_it_to_its_end() -> None:
-    index = PrefixIndex(grain=4)
+    index = PrefixIndex(block_size=4)
     answered = (*range(10), 50)  # the KV of the last token was never computed
     hashes = prefix_hashes(range(8), 4)
     for worker in ("prefill", "decode"):
-        index.take(worker, "1", news(hashes, grain=4))
+        index.take(worker, "1", news(hashes, block_size=4))
     index.answered("decode", answered)
     index.answered("gone", answered)
     index.answered("decode", (1, 2, 3))  # too short for a name
@@ -69,7 +69,7 @@ def test_who_computed_an_answer_has_it_to_its_end() -> None:
     assert found(*answered) == {"prefill": Match(8), "decode": Match(10)}
     assert found(*range(9), 77, 50) == {"prefill": Match(8), "decode": Match(8)}, "another answer"
     assert found(*range(4), 9, 9, 9, 9) == {"prefill": Match(4), "decode": Match(4)}
-    index.take("decode", "1", news([], hashes[1:], grain=4))
+    index.take("decode", "1", news([], hashes[1:], block_size=4))
     assert found(*answered) == {"prefill": Match(8), "decode": Match(4)}, "it was evicted"
     index.answered("prefill", answered)
     assert found(*answered) == {"prefill": Match(10), "decode": Match(4)}
@@ -77,27 +77,29 @@ def test_who_computed_an_answer_has_it_to_its_end() -> None:
 
 def test_few_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.policy.routing.prefix_index.MAX_ANSWERS", 2)
-    index = PrefixIndex(grain=4)
+    index = PrefixIndex(block_size=4)
     prompts = [(first, 1, 2, 3, 4, 5) for first in range(3)]
-    index.take("a", "1", news([prefix_hash for each in prompts for prefix_hash in prefix_hashes(each, 4)], grain=4))
+    index.take(
+        "a", "1", news([prefix_hash for each in prompts for prefix_hash in prefix_hashes(each, 4)], block_size=4)
+    )
     for each in prompts:
         index.answered("a", each)
     assert [index.matches(prefix_hashes(each, 4), prompt=each)["a"].tokens for each in prompts] == [4, 5, 5]
 
 
 def test_larger_blocks_have_names_further_apart() -> None:
-    index = PrefixIndex(grain=128)
-    index.take("a", "1", news([1, 2, 3], grain=128))
-    index.take("b", "1", news([4, 8], grain=512))
-    index.take("c", "1", news([3, 6], grain=384))
+    index = PrefixIndex(block_size=128)
+    index.take("a", "1", news([1, 2, 3], block_size=128))
+    index.take("b", "1", news([4, 8], block_size=512))
+    index.take("c", "1", news([3, 6], block_size=384))
     hashes = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert index.matches(hashes) == {"a": Match(384), "b": Match(1024), "c": Match(768)}
-    index.take("b", "2", news([1], grain=128))
+    index.take("b", "2", news([1], block_size=128))
     assert index.matches(hashes) == {"a": Match(384), "b": Match(128), "c": Match(768)}
 
 
 def test_blocks_in_host_memory_and_on_a_disk_count_separately() -> None:
-    index = PrefixIndex(grain=1)
+    index = PrefixIndex(block_size=1)
     index.take("a", "1", news([1, 3]))
     index.take("a", "1", news([2, 3, 4], tier="host"))
     index.take("b", "1", news([1, 2]))
@@ -112,7 +114,7 @@ def test_blocks_in_host_memory_and_on_a_disk_count_separately() -> None:
 
 
 def test_what_one_worker_knows_of_a_server_all_that_use_it_can_read() -> None:
-    index = PrefixIndex(grain=1)
+    index = PrefixIndex(block_size=1)
     index.take("a", "1", news([1, 2, 3, 4], tier="remote"), server="s")
     index.take("b", "1", news([1, 2]), server="s")
     index.take("c", "1", news([1]), server="t")
@@ -126,7 +128,7 @@ def test_what_one_worker_knows_of_a_server_all_that_use_it_can_read() -> None:
 
 
 def test_many_holders_are_found_like_few() -> None:
-    index = PrefixIndex(grain=1)
+    index = PrefixIndex(block_size=1)
     for number, worker in enumerate(WORKERS):
         index.take(worker, "1", news([1, 2, 3][: 1 + number % 3]))
         if number % 5 == 0:
@@ -140,7 +142,7 @@ def test_many_holders_are_found_like_few() -> None:
 
 
 def test_sent_prompts_count_until_cache_events_must_have_arrived() -> None:
-    index = PrefixIndex(grain=1, expect_s=2.0)
+    index = PrefixIndex(block_size=1, expect_s=2.0)
     index.expect("r", "a", "1", [1, 2])
     index.expect("s", "a", "1", [1, 2, 3])
     assert index.matches([1, 2, 3], 1000.0) == {"a": Match(3)}, "however long it takes"
@@ -153,7 +155,7 @@ def test_sent_prompts_count_until_cache_events_must_have_arrived() -> None:
 
 
 def test_a_restarted_worker_has_nothing() -> None:
-    index = PrefixIndex(grain=1)
+    index = PrefixIndex(block_size=1)
     index.take("a", "1", news([1, 2]))
     index.expect("r", "a", "1", [3])
     index.take("a", "2", news([1]))
@@ -168,11 +170,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(grain=1, expect_s=2.0)
+        self.index = PrefixIndex(block_size=1, expect_s=2.0)
         self.now_s = 0.0
         self.keys = 0
         self.lives: dict[str, int] = {}
-        self.grains: dict[str, int] = {}
+        self.block_sizes: dict[str, int] = {}
         self.known: set[str] = set()  # events of in this life
         self.device: dict[str, set[int]] = {}
         self.host: dict[str, set[int]] = {}
@@ -183,7 +185,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(worker=who, added=some, removed=some, tier=TIERS, whole=st.booleans(), reborn=st.integers(0, 3))
     def take(self, worker: str, added: list[int], removed: list[int], tier: str, whole: bool, reborn: int) -> None:
         if reborn:
-            self.grains[worker] = reborn
+            self.block_sizes[worker] = reborn
             self.lives[worker] = self.lives.get(worker, 0) + 1
             self._drop(worker)
         if whole:
@@ -194,7 +196,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.known.add(worker)
         held -= set(removed)
         held |= set(added)
-        events = news(added, removed, tier=tier, whole=whole, grain=self.grains.get(worker, 1))
+        events = news(added, removed, tier=tier, whole=whole, block_size=self.block_sizes.get(worker, 1))
         self.index.take(worker, str(self.lives.get(worker, 0)), events, SERVERS.get(worker, ""))
 
     @rule(worker=who)
@@ -242,13 +244,15 @@ class IndexMachine(RuleBasedStateMachine):
                 server = SERVERS.get(worker, worker) if worker in self.known else ""
                 told = [hashes for each, hashes in self.remote.items() if SERVERS.get(each, each) == server]
                 remote = set().union(*told) - ready - host - disk
-                grain = self.grains.get(worker, 1) if worker in self.known else 1
-                found = list(takewhile((ready | host | disk | remote).__contains__, hashes[grain - 1 :: grain]))
+                block_size = self.block_sizes.get(worker, 1) if worker in self.known else 1
+                found = list(
+                    takewhile((ready | host | disk | remote).__contains__, hashes[block_size - 1 :: block_size])
+                )
                 if found:
                     behind = (
-                        sum(prefix_hash in tier for prefix_hash in found) * grain for tier in (host, disk, remote)
+                        sum(prefix_hash in tier for prefix_hash in found) * block_size for tier in (host, disk, remote)
                     )
-                    expected[worker] = Match(len(found) * grain, *behind)
+                    expected[worker] = Match(len(found) * block_size, *behind)
             assert self.index.matches(hashes, self.now_s) == expected
 
     def teardown(self) -> None:
@@ -272,7 +276,7 @@ TestIndexMachine = IndexMachine.TestCase
 
 
 def test_endless_changes_of_a_worker_take_bounded_memory() -> None:
-    index = PrefixIndex(grain=1)
+    index = PrefixIndex(block_size=1)
     for first in range(0, 50_000, 100):
         index.take("a", "1", news(list(range(first, first + 100)), list(range(first - 500, first - 400))))
     assert len(index._device.holders) == 500
@@ -280,7 +284,7 @@ def test_endless_changes_of_a_worker_take_bounded_memory() -> None:
 
 
 def test_a_full_index_knows_no_further_names_until_others_are_gone() -> None:
-    index = PrefixIndex(grain=1, max_hashes=3)
+    index = PrefixIndex(block_size=1, max_hashes=3)
     index.take("a", "1", news([1, 2, 3]))
     index.take("b", "1", news([1, 4]))
     assert index.matches([1]) == {"a": Match(1), "b": Match(1)} and index.matches([4]) == {}

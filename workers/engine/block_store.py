@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-from workers.engine.cache_log import Tier
+from workers.engine.kv_event_log import Tier
 from workers.stats import TierStats
 
 
@@ -24,7 +24,7 @@ class BlockStore(Protocol):
     - Call `changed`, as given to `Executor.stores`, after each `found` and `done` of a `read`, so that prompts go on.
     - Bound what waits inside of it; drop writes beyond that, and answer reads beyond that with a miss.
 
-    `tier`: its name in the cache log and in the statistics; one store for each. `read_byte_s`: about how many seconds
+    `tier`: its name in the event log and in the statistics; one store for each. `read_byte_s`: about how many seconds
     it takes to read a byte, of several blocks at once; the engine goes on from there with the times that `done` tells.
     `shared_as`: equal for workers of any host that read the same blocks; empty: not known.
     """

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from workers.engine.block_list import BlockList, block_ids
 from workers.engine.cache_hits import CacheHits
-from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.host_cache import HostCache
+from workers.engine.kv_event_log import KVEventLog, Tier
 from workers.engine.step import ELSEWHERE
 from workers.errors import InvalidRequest, Overloaded
 
@@ -113,7 +113,7 @@ class BlockPool:
         self._transfers: list[tuple[int, ...]] = []  # which reads may still write to
         self._fetched: set[int] = set()  # cached blocks from another worker that no prompt has used yet
         self.hits = CacheHits()
-        self.log = CacheLog(block_size)
+        self.log = KVEventLog(block_size)
         self.host = HostCache(host_blocks, self.log, max_pinned)
         self.forget_in_stores: Callable[[Sequence[bytes]], object] = len  # set by an Engine with stores
 

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from workers.costs import CostModel
-from workers.engine.cache_log import Tier
+from workers.engine.kv_event_log import Tier
 
 DEVICE, HOST, FETCHED = Tier.DEVICE.value, Tier.HOST.value, "fetched"
 

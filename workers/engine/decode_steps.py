@@ -26,7 +26,7 @@ Sample = Callable[[str, int, int], Items[int]]
 def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int, *, logs: bool) -> int:
     """For how many steps, from the one in flight on and up to `most`, these decode on. Only the last may end one.
 
-    `logs`: only the last may change the cache log, either.
+    `logs`: only the last may change the KV event log, either.
     """
     for each in sequences:
         sampling = each.request.sampling
@@ -44,7 +44,7 @@ def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int, *, 
         if sampling.max_tokens is not None:
             most = min(most, sampling.max_tokens - each.num_output)
         if logs:
-            most = min(most, pool.log.grain - each.num_computed % pool.log.grain)
+            most = min(most, pool.log.hash_block_size - each.num_computed % pool.log.hash_block_size)
     size, free = pool.block_size, pool.num_free - (pool.num_cached if logs else 0)
     while most > 1 and sum(_missing_blocks(each, most, size) for each in sequences) > free:
         most //= 2

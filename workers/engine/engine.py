@@ -257,7 +257,7 @@ class Engine:
         """How many steps, from the one in flight on and up to `most`, compute one token of the same sequences.
 
         It holds until another method changes the engine. Only the last of them may end a sequence, or, with `logs`,
-        change the cache log.
+        change the KV event log.
         """
         busy = len(self._leases) or len(self._loans) or self._stores or self._pool.host.num_blocks
         sequences = () if busy else self._scheduler.only_decodes

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
-from workers.engine.cache_log import CacheLog, Tier
+from workers.engine.kv_event_log import KVEventLog, Tier
 from workers.engine.pins import Pins
 
 PROTECTED_SHARE = 0.2  # of the blocks; see decision 0060
@@ -27,7 +27,7 @@ class HostCache:
     At most `max_pinned` blocks are pinned. `unsaved`: pinned, on the device, and not here yet.
     """
 
-    def __init__(self, num_blocks: int, log: CacheLog, max_pinned: int = 0) -> None:
+    def __init__(self, num_blocks: int, log: KVEventLog, max_pinned: int = 0) -> None:
         self.num_blocks = num_blocks
         self._log = log
         self._free = dict.fromkeys(range(num_blocks))

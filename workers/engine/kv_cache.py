@@ -14,11 +14,11 @@ from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool, block_hashes, extend_hashes, tail_hash
 from workers.engine.borrowing import Moves
 from workers.engine.cache_hits import DEVICE, FETCHED
-from workers.engine.cache_log import Tier
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import HostTier, StepCopies
+from workers.engine.kv_event_log import Tier
 from workers.engine.sequence import Sequence, State
-from workers.kv_events import GRAIN, prefix_hashes, prefix_hashes_of_blocks
+from workers.kv_events import HASH_BLOCK_SIZE, prefix_hashes, prefix_hashes_of_blocks
 from workers.request import MIXED_KV
 
 
@@ -241,7 +241,7 @@ class KVCacheManager:
             tokens, salt, size = sequence.tokens, sequence.salt, self._pool.block_size
             if len(sequence.block_hashes) < full:
                 extend_hashes(sequence.block_hashes, tokens, size, salt, full * size)
-            if len(sequence.prefix_hashes) < full * size // GRAIN:
+            if len(sequence.prefix_hashes) < full * size // HASH_BLOCK_SIZE:
                 sequence.prefix_hashes = prefix_hashes(tokens, known=sequence.prefix_hashes, salt=salt, end=full * size)
             new = slice(sequence.num_cached_blocks, full)
             ends = {} if sequence.kv_dtype else prefix_hashes_of_blocks(sequence.prefix_hashes, new.start, full, size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from workers.engine.blocks import Cached
-from workers.engine.cache_log import Tier
+from workers.engine.kv_event_log import Tier
 from workers.engine.step import PENDING, Chunk, Draw, RemoteKV
 from workers.request import FinishReason, Request, SequenceTiming, TokenLogprobs
 
@@ -92,7 +92,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
     pooled: list[bytes] = field(default_factory=list)  # of its chunks, as far as computed
     block_hashes: list[bytes] = field(default_factory=list)
-    prefix_hashes: list[int] = field(default_factory=list)  # for `cache_log`, as far as computed
+    prefix_hashes: list[int] = field(default_factory=list)  # for `kv_event_log`, as far as computed
     num_cached_blocks: int = 0  # leading blocks already offered to the prefix index
     in_flight: int = 0  # number of steps in flight that use its blocks
     last_step: int = 0  # the newest step that computes some of it

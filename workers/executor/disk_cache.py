@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from workers.config import WorkerConfig
-from workers.engine.cache_log import Tier
+from workers.engine.kv_event_log import Tier
 from workers.executor.kv_pool import KVPool
 from workers.executor.rank_store import RankStore
 from workers.kv_store.kv_store import KVStore, open_kv_store

@@ -19,8 +19,8 @@ import workers.errors
 from kvtransfer.rpc.connection import RpcProtocol
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, ReadStats
-from workers.engine.cache_log import Tier
 from workers.engine.executor import SpanQuery
+from workers.engine.kv_event_log import Tier
 from workers.engine.step import RemoteKV, StepPlan, StepResult
 from workers.request import Adapter, Grammar
 

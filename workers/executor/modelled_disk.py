@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from workers.engine.cache_log import Tier
+from workers.engine.kv_event_log import Tier
 from workers.kv_store.io_threads import MAX_READS, MAX_WRITES, READ_THREADS, WRITE_THREADS
 from workers.kv_store.kv_store import WRITE_TIMEOUT_S
 from workers.kv_store.slot_index import SlotIndex

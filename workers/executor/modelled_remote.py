@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from workers.engine.cache_log import Tier
+from workers.engine.kv_event_log import Tier
 from workers.executor.modelled_disk import ModelledJobs
 from workers.kv_store.io_threads import MAX_READS, MAX_WRITES, READ_THREADS, WRITE_THREADS
 from workers.kv_store.known_blocks import KnownBlocks

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from workers.engine.cache_log import Tier
+from workers.engine.kv_event_log import Tier
 from workers.executor.kv_pool import KVPool
 from workers.kv_store.health import KVStoreStats
 from workers.stats import TierStats

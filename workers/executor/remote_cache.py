@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workers.config import WorkerConfig
-from workers.engine.cache_log import Tier
+from workers.engine.kv_event_log import Tier
 from workers.errors import KVStoreError
 from workers.executor.disk_cache import kv_fingerprint
 from workers.executor.kv_pool import KVPool

@@ -10,8 +10,8 @@ from kvtransfer.rpc.connection import RpcConnection
 from kvtransfer.rpc.frames import FrameStream, ProtocolError
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
-from workers.engine.cache_log import Tier
 from workers.engine.executor import RemoteAttend, SpanQuery
+from workers.engine.kv_event_log import Tier
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import RankLost
 from workers.executor import gang_wire as wire

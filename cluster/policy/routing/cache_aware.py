@@ -63,7 +63,7 @@ class CacheAware(LeastLoaded):
         """Hashes of the prompt's prefixes; the latest request is cached."""
         request = ask.request
         if self._named is not request:
-            self._hashes = prefix_hashes(prompt_of(request), self._index.grain, salt=request.cache_salt)
+            self._hashes = prefix_hashes(prompt_of(request), self._index.block_size, salt=request.cache_salt)
             self._named = request
         return self._hashes
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from itertools import compress
 from typing import NamedTuple
 
-from workers.kv_events import GRAIN, KV_TIERS, HashChanges, KVEvents, prefix_hashes
+from workers.kv_events import HASH_BLOCK_SIZE, KV_TIERS, HashChanges, KVEvents, prefix_hashes
 
-__all__ = ["GRAIN", "Match", "PrefixIndex", "prefix_hashes"]
+__all__ = ["HASH_BLOCK_SIZE", "Match", "PrefixIndex", "prefix_hashes"]
 
 EXPECT_S = 1.0  # longer than cache events take to arrive
 MAX_ANSWERS = 8192  # whose last tokens are remembered
@@ -127,8 +127,10 @@ class PrefixIndex:
     once it is computed or abandoned. It then counts for another `expect_s`, until the worker's events have arrived.
     """
 
-    def __init__(self, grain: int = GRAIN, expect_s: float = EXPECT_S, max_hashes: int = MAX_HASHES) -> None:
-        self.grain = grain
+    def __init__(
+        self, block_size: int = HASH_BLOCK_SIZE, expect_s: float = EXPECT_S, max_hashes: int = MAX_HASHES
+    ) -> None:
+        self.block_size = block_size
         self._expect_s = expect_s
         self._device = _TierIndex(max_hashes)
         self._host = _TierIndex(max_hashes)
@@ -170,7 +172,7 @@ class PrefixIndex:
         self._expire(now_s)
         found: list[Depth] = []
         for step, workers in self._by_step.items():
-            self._walk(found, hashes[step - 1 :: step] if step > 1 else hashes, workers, step * self.grain)
+            self._walk(found, hashes[step - 1 :: step] if step > 1 else hashes, workers, step * self.block_size)
         if self._answers and prompt:
             self._add_answers(found, hashes, prompt)
         return found
@@ -178,7 +180,7 @@ class PrefixIndex:
     def _add_answers(self, found: list[Depth], hashes: Sequence[int], prompt: Sequence[int]) -> None:
         """A worker that computed an answer has it to its end, not only to its last hash."""
         for place, (depth, holders, behind) in enumerate(found.copy()):
-            bit, rest = self._answers.get(hashes[depth // self.grain - 1], (0, ()))
+            bit, rest = self._answers.get(hashes[depth // self.block_size - 1], (0, ()))
             if bit & holders and tuple(prompt[depth : depth + len(rest)]) == rest:
                 found[place] = depth + len(rest), bit, behind
                 if holders != bit:
@@ -188,8 +190,8 @@ class PrefixIndex:
         """The number of its bit, valid for one `membership_version`; -1 for an unknown worker."""
         return self._slots[worker] if self._incarnations.get(worker) == incarnation else -1
 
-    def _walk(self, found: list[Depth], hashes: Sequence[int], workers: Bits, grain: int) -> None:
-        """Append how far each of these workers, which have hashes at multiples of `grain` tokens, matches."""
+    def _walk(self, found: list[Depth], hashes: Sequence[int], workers: Bits, block_size: int) -> None:
+        """Append how far each of these workers, which have hashes at multiples of `block_size` tokens, matches."""
         device, expected = self._device.holders, self._expected_holders
         tiers = self._tiers_behind()
         behind: Behind = {}
@@ -202,7 +204,7 @@ class PrefixIndex:
             for get, tokens, _ in tiers:
                 if stored := (get(prefix_hash) or 0) & ~holds & have:
                     holds |= stored
-                    tokens[stored] = tokens.get(stored, 0) + grain
+                    tokens[stored] = tokens.get(stored, 0) + block_size
             if holds is not last:
                 still = have & holds
                 if depth and still != have:
@@ -210,7 +212,7 @@ class PrefixIndex:
                 have, last = still, holds
                 if not have:
                     break
-            depth += grain
+            depth += block_size
         if depth and have:
             found.append((depth, have, behind))
         for _, tokens, place in tiers:
@@ -271,7 +273,7 @@ class PrefixIndex:
         `server`: the remote server from which the worker reads blocks, and which of them.
         """
         bit = self._bit(worker, incarnation)
-        self._set_step(bit, max(1, events.grain // self.grain))
+        self._set_step(bit, max(1, events.block_size // self.block_size))
         if server and not self._sharing.get(server, 0) & bit:
             self._sharing[server] = self._sharing.get(server, 0) | bit
             self._readers.clear()
@@ -323,12 +325,12 @@ class PrefixIndex:
 
     def answered(self, worker: str, tokens: Sequence[int], salt: str = "") -> None:
         """The worker has computed an answer: it has the KV of all these tokens, prompt included, but the last one."""
-        hashes = prefix_hashes(tokens[:-1], self.grain, salt=salt)
+        hashes = prefix_hashes(tokens[:-1], self.block_size, salt=salt)
         slot = self._slots.get(worker)
         if slot is None or not hashes:
             return
         self._answers.pop(hashes[-1], None)
-        self._answers[hashes[-1]] = 1 << slot, tuple(tokens[len(hashes) * self.grain : -1])
+        self._answers[hashes[-1]] = 1 << slot, tuple(tokens[len(hashes) * self.block_size : -1])
         if len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.dispatch.cache_reader import CacheReader
+from cluster.dispatch.kv_event_reader import KVEventReader
 from cluster.events import Accepted
 from cluster.offline.sim.clock import run as run_virtually
 from cluster.policy.routing.prefix_index import Match, PrefixIndex, prefix_hashes
@@ -18,7 +18,7 @@ from cluster.runtime.interface import WorkerStub
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import Role
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec
-from workers.engine.cache_log import CacheLog, Tier
+from workers.engine.kv_event_log import KVEventLog, Tier
 from workers.errors import WorkerClosed
 from workers.kv_events import KVEvents
 
@@ -30,7 +30,7 @@ class Source:
     """A worker that has a cache and nothing else; calls to it take time and may be made to go wrong."""
 
     def __init__(self) -> None:
-        self.log = CacheLog(1, max_removed=4)
+        self.log = KVEventLog(1, max_removed=4)
         self.calls: list[float] = []
         self.under_way = 0
         self.trouble: list[str] = []  # of the next calls
@@ -55,7 +55,7 @@ class Source:
             raise WorkerGone("the answer was lost")
         if trouble == "repeated" or trouble == "late":  # the last answer again, or the one before
             return self.answers[-2 if trouble == "repeated" else -3 :][0]
-        return KVEvents(last + 1, news.last, news.reach, news.grain) if trouble == "gap" else news
+        return KVEvents(last + 1, news.last, news.reach, news.block_size) if trouble == "gap" else news
 
 
 class Gateway:
@@ -64,7 +64,7 @@ class Gateway:
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.life = 0
-        self.reader: CacheReader | None = None
+        self.reader: KVEventReader | None = None
         self.meet()
 
     def restart(self) -> None:
@@ -82,7 +82,7 @@ class Gateway:
         if self.reader is not None:
             self.reader.stop()
         handle = cast(WorkerStub, self.source)
-        self.reader = CacheReader(handle, partial(self.index.take, "w", str(self.life)), PAUSE_S)
+        self.reader = KVEventReader(handle, partial(self.index.take, "w", str(self.life)), PAUSE_S)
 
     def hear(self) -> None:
         assert self.reader is not None

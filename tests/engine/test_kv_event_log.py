@@ -1,4 +1,4 @@
-"""The cache log: any reader, however far behind, ends with the hashes that are cached."""
+"""The KV event log: any reader, however far behind, ends with the hashes that are cached."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,11 +8,11 @@ from msgspec import Struct, msgpack
 from tests.engine.driving import model_facts
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool
-from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.engine import Engine
+from workers.engine.kv_event_log import KVEventLog, Tier
 from workers.engine.sequence import Lease
 from workers.engine.step import StepPlan, StepResult
-from workers.kv_events import GRAIN, HashChanges, KVEvents, prefix_hash_of_block, prefix_hashes
+from workers.kv_events import HASH_BLOCK_SIZE, HashChanges, KVEvents, prefix_hash_of_block, prefix_hashes
 from workers.request import Request, SamplingParams
 
 TIERS = st.sampled_from(list(Tier))
@@ -36,7 +36,7 @@ class Reader:
             self.hashes[tier] |= set(changes.added)
         self.last, self.reach = news.last, news.reach
 
-    def catch_up(self, log: CacheLog, most: int) -> int:
+    def catch_up(self, log: KVEventLog, most: int) -> int:
         """Read until nothing is new. Returns the number of reads."""
         for asked in range(1, 100):
             self.take(log.since(self.last, self.reach, most))
@@ -50,7 +50,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.log = CacheLog(16, max_removed=4)
+        self.log = KVEventLog(16, max_removed=4)
         self.truth: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         self.readers = [Reader(), Reader()]
 
@@ -98,7 +98,7 @@ TestLogMachine = LogMachine.TestCase
 
 
 def test_a_reply_is_bounded_and_the_next_one_continues() -> None:
-    log, reader = CacheLog(16), Reader()
+    log, reader = KVEventLog(16), Reader()
     for prefix_hash in range(10_000):
         log.add(Tier.DEVICE, prefix_hash)
     assert len(log.since(0, 0).device.added) == 4096
@@ -106,7 +106,7 @@ def test_a_reply_is_bounded_and_the_next_one_continues() -> None:
 
 
 def test_endless_changes_take_bounded_memory_and_old_names_stay() -> None:
-    log, reader = CacheLog(16, max_removed=100), Reader()
+    log, reader = KVEventLog(16, max_removed=100), Reader()
     for prefix_hash in range(50):
         log.add(Tier.DISK, prefix_hash)
     for prefix_hash in range(50, 20_000):
@@ -120,7 +120,7 @@ def test_endless_changes_take_bounded_memory_and_old_names_stay() -> None:
 
 
 def test_a_reader_that_is_too_far_behind_gets_everything() -> None:
-    log, reader = CacheLog(16, max_removed=10), Reader()
+    log, reader = KVEventLog(16, max_removed=10), Reader()
     for prefix_hash in range(20):
         log.add(Tier.DEVICE, prefix_hash)
     reader.catch_up(log, 100)
@@ -133,7 +133,7 @@ def test_a_reader_that_is_too_far_behind_gets_everything() -> None:
 
 
 def test_a_name_that_is_removed_and_added_again_is_present() -> None:
-    log, reader = CacheLog(16), Reader()
+    log, reader = KVEventLog(16), Reader()
     log.add(Tier.DEVICE, 1)
     reader.catch_up(log, 9)
     log.remove(Tier.DEVICE, 1)
@@ -147,11 +147,12 @@ def test_a_name_that_is_removed_and_added_again_is_present() -> None:
 def test_a_block_has_the_name_of_the_tokens_that_end_with_it(block_size: int, length: int) -> None:
     tokens = range(length)
     hashes = prefix_hashes(tokens)
-    grain = CacheLog(block_size).grain
+    hash_block_size = KVEventLog(block_size).hash_block_size
     found = [prefix_hash_of_block(hashes, index, block_size) for index in range(length // block_size)]
     ends = {(index + 1) * block_size: prefix_hash for index, prefix_hash in enumerate(found) if prefix_hash is not None}
     assert ends == {
-        end: prefix_hashes(tokens[:end])[-1] for end in range(grain, length // block_size * block_size + 1, grain)
+        end: prefix_hashes(tokens[:end])[-1]
+        for end in range(hash_block_size, length // block_size * block_size + 1, hash_block_size)
     }
 
 
@@ -219,13 +220,14 @@ def test_an_engine_finds_the_prefixes_in_its_log(block_size: int, asked: list[tu
         assert subject.stats().cache_number == reader.last
         emitted = 0
         for prefix_hash in prefix_hashes(prompt[:-1])[
-            max(GRAIN, block_size) // GRAIN - 1 :: max(GRAIN, block_size) // GRAIN
+            max(HASH_BLOCK_SIZE, block_size) // HASH_BLOCK_SIZE - 1 :: max(HASH_BLOCK_SIZE, block_size)
+            // HASH_BLOCK_SIZE
         ]:
             if prefix_hash not in reader.hashes[Tier.DEVICE]:
                 break
-            emitted += max(GRAIN, block_size)
+            emitted += max(HASH_BLOCK_SIZE, block_size)
         cached = run(subject, Request(f"r{number}", prompt, sampling), hold=hold)
-        assert emitted <= cached < emitted + max(GRAIN, block_size)
+        assert emitted <= cached < emitted + max(HASH_BLOCK_SIZE, block_size)
 
 
 def test_the_log_is_empty_without_prefix_caching() -> None:
@@ -248,7 +250,7 @@ class KVEventsOfTwoTiers(Struct, frozen=True):
 
 
 def test_versions_with_and_without_further_tiers_read_each_others_events() -> None:
-    log = CacheLog(16)
+    log = KVEventLog(16)
     for tier in Tier:
         log.add(tier, 5)
     news = log.since(0, 0)

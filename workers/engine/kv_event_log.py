@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from enum import Enum
 from itertools import takewhile
 
-from workers.kv_events import GRAIN, HashChanges, KVEvents
+from workers.kv_events import HASH_BLOCK_SIZE, HashChanges, KVEvents
 
 MAX_HASHES = 4096  # additions, and removals, that one reply covers: the reader asks again for more
 
@@ -37,7 +37,7 @@ TIERS = tuple(Tier)
 _PLACES = {tier: place for place, tier in enumerate(TIERS)}
 
 
-class CacheLog:
+class KVEventLog:
     """Owned by a BlockPool of this block size. Numbers count events from 1; `number` is the newest.
 
     `max_removed`: how many removals are remembered.
@@ -45,7 +45,7 @@ class CacheLog:
 
     def __init__(self, block_size: int, max_removed: int = MAX_HASHES) -> None:
         self.number = 0
-        self.grain = math.lcm(GRAIN, block_size)
+        self.hash_block_size = math.lcm(HASH_BLOCK_SIZE, block_size)
         self._there: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}  # hash -> its event
         self._num_there = 0
         self._slack = max_removed
@@ -105,7 +105,7 @@ class CacheLog:
             )
             for tier in TIERS
         )
-        return KVEvents(last, self.number, end, self.grain, whole, *changes)
+        return KVEvents(last, self.number, end, self.hash_block_size, whole, *changes)
 
 
 class _Additions:

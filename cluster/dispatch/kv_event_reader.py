@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 CALL_S = 10.0
 
 
-class CacheReader:
+class KVEventReader:
     """Owned by a WorkerClient, for one incarnation. One call at a time; rounds start `pause_s` apart."""
 
     def __init__(self, handle: WorkerStub, take: Callable[[KVEvents], None], pause_s: float) -> None:
