@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from diptych.background_tasks import BackgroundTasks
 from kvtransfer.copies import pieces_of
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, TransportUnavailable
 from kvtransfer.piece_reader import PeerLink, PieceReader
@@ -50,7 +51,7 @@ class TransportSet:
         self._links: dict[str, tuple[PeerLink, ...]] = {}  # incarnation -> one for each rank that is read
         self._scratch = asyncio.Lock()  # the scratch block serves one probe at a time
         self._meeting: dict[str, asyncio.Lock] = {}  # one preflight of a peer at a time
-        self._pulls: set[asyncio.Task[None]] = set()
+        self._pulls = BackgroundTasks()
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
         self._piece_reader = PieceReader(region, self._checker, place, verifies=verifies)
 
@@ -89,9 +90,7 @@ class TransportSet:
         loop = asyncio.get_running_loop()
         read = Read(loop.create_future(), loop.create_future())
         read.done.add_done_callback(observe)
-        task = loop.create_task(self._pull(order, read))
-        self._pulls.add(task)
-        task.add_done_callback(self._pulls.discard)
+        self._pulls.start(self._pull(order, read))
         return read
 
     async def forget(self, incarnation: str) -> None:

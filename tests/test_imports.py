@@ -14,7 +14,7 @@ PACKAGES = ("proto/diptych", "kvtransfer", "workers", "cluster", "benchmarks")
 
 # Lowest first: a module may import from its own layer and from the layers below.
 LAYERS = [
-    ["diptych.errors", "diptych.clock", "diptych.watchdog", "diptych.v1"],
+    ["diptych.errors", "diptych.clock", "diptych.watchdog", "diptych.background_tasks", "diptych.v1"],
     ["diptych.events", "diptych.request_ids"],
     ["diptych.view", "diptych.history", "diptych.slo", "diptych.options", "diptych.shapes"],
     ["diptych.codec", "diptych.wire", "diptych.access"],
@@ -113,7 +113,7 @@ READS_WALL_CLOCK = (
 )
 WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now"}
 VALUES = (
-    *("diptych.errors", "diptych.clock", "diptych.watchdog"),
+    *("diptych.errors", "diptych.clock", "diptych.watchdog", "diptych.background_tasks"),
     *("diptych.events", "diptych.view", "diptych.options", "diptych.shapes"),
 )
 PURE = ("workers.engine", "workers.kv_store.slot_index", "cluster.policy", "cluster.control.autoscaler.pods")

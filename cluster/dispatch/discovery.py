@@ -8,10 +8,9 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from msgspec import structs
 
@@ -28,6 +27,7 @@ from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import SentWork
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec, Role
+from diptych.background_tasks import BackgroundTasks
 from diptych.view import Adapter, ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
 from workers.errors import WorkerError
 
@@ -70,7 +70,7 @@ class WorkerDiscovery:
         self._lending = Lending(spec)
         self._capacity: ServingCapacity | None = None  # of the membership; None: not computed yet
         self._changed = asyncio.Event()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
         self._following: list[asyncio.Task[None]] = []
         self.clients: dict[str, WorkerClient] = {}
         self._heard_s: dict[str, float] = {}  # of members without a client: when its last one heard from them
@@ -182,7 +182,7 @@ class WorkerDiscovery:
 
     def report_unlinked(self, owner: str, reader: str) -> None:
         """Tell the controller that a worker could not connect to an owner of KV. Does not wait."""
-        self._in_background(self._report_unlinked(owner, reader))
+        self._background.start(self._report_unlinked(owner, reader))
 
     async def _report_unlinked(self, owner: str, reader: str) -> None:
         try:
@@ -216,7 +216,7 @@ class WorkerDiscovery:
             if client is not None and _departed(client, view):
                 if client.lost is None:
                     client.give_up(_reason(view))
-                self._in_background(client.close())
+                self._background.start(client.close())
                 del self.clients[name]
                 self._sent.pop(name, None)
                 self._heard_s[name] = client.last_bundle_s
@@ -281,18 +281,13 @@ class WorkerDiscovery:
             member = self._members[client.name]
             view = member.view
             if view.state is WorkerState.READY and view.incarnation == client.view.incarnation:
-                self._in_background(client.close())
+                self._background.start(client.close())
                 self.clients[view.name] = self._connect(member)
                 self._stale.add(view.name)
 
     def _pulse(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def _departed(client: WorkerClient, view: WorkerView | None) -> bool:

@@ -6,10 +6,9 @@ token is lost or repeated. Reports the end of each attempt to the policy, and ea
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from cluster.dispatch.admission_queue import AdmissionQueue
 from cluster.dispatch.attempt import Attempt, Phase
@@ -27,6 +26,7 @@ from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import Policy
 from cluster.policy.routing.router import Placement, Refusal
 from cluster.spec import ClusterSpec
+from diptych.background_tasks import BackgroundTasks
 from workers.log_fields import log_fields
 from workers.request import FinishReason, Request, TokensOut
 
@@ -61,7 +61,7 @@ class RequestRunner:
         self._observer = observer
         self._classes = Classes(spec.gateway)
         self._running: dict[str, RequestState] = {}  # by request id
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
         self.moved_bytes = 0
 
     async def close(self) -> None:
@@ -276,7 +276,7 @@ class RequestRunner:
             on_transfer=self._observer.on_transfer,
             on_moved=partial(self._on_moved, state),
             on_unlinked=self._discovery.report_unlinked,
-            background=self._in_background,
+            background=self._background.start,
             cut_tokens=placement.cut(state.request),
             prefix_owner=workers.get(placement.prefix_owner),
             prefix_fetch_s=self._spec.transfer.read_timeout_s,
@@ -327,11 +327,6 @@ class RequestRunner:
             return None
         attempt.end_phase()
         return FinishReason.STOP
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     # ---- tokens ------------------------------------------------------------------------------------------------
 

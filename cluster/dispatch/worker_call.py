@@ -19,7 +19,7 @@ from workers.request import Request
 CANCEL_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
-Background = Callable[[Coroutine[Any, Any, None]], None]
+Background = Callable[[Coroutine[Any, Any, None]], object]
 
 
 class AttemptFailed(Exception):

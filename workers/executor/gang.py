@@ -21,6 +21,7 @@ from typing import Any
 from msgspec import structs
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from diptych.background_tasks import BackgroundTasks
 from kvtransfer.errors import PeerLost, PeerRefused
 from kvtransfer.links import slowest
 from kvtransfer.open import SharedMemory
@@ -79,7 +80,7 @@ class GangExecutor:
         self._others = others
         self._ranks: tuple[Rank | RemoteRank, ...] = (own, *others)
         self._connections = connections
-        self._steps: set[asyncio.Future[StepResult]] = set()
+        self._steps = BackgroundTasks()
         connections.failure.add_done_callback(lambda _: own.abort())
         self._stores = tuple(GangStore(cache, others, self.facts.layout.block_bytes) for cache in own.caches.values())
         self._bubble = BubbleMeter(config.parallel.pipeline)
@@ -99,9 +100,7 @@ class GangExecutor:
         if self._connections.failure.done():
             raise self._connections.failure.result()
         begun_s = time.monotonic()
-        own = asyncio.ensure_future(self._own.execute(plan))
-        self._steps.add(own)
-        own.add_done_callback(self._steps.discard)
+        own = self._steps.start(self._own.execute(plan))
         own.add_done_callback(observe)
         sent = [other.execute(plan) for other in self._others]
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import structs
 
+from diptych.background_tasks import BackgroundTasks
 from workers.executor.rank_store import RankStore
 from workers.executor.remote_rank import RemoteRank
 from workers.stats import TierStats
@@ -28,7 +29,7 @@ class GangStore:
         self._share = own.stats().block_bytes / block_bytes
         self.read_byte_s = own.read_byte_s * self._share  # all ranks read at the same time
         self.changed: Callable[[], None] = lambda: None
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking = BackgroundTasks()
 
     def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
         return self._own.watch(added, gone)
@@ -61,9 +62,7 @@ class GangStore:
             found: list[Any] = await asyncio.gather(*ranks, return_exceptions=True)
             done(all(each is True for each in found))
 
-        asking = asyncio.ensure_future(ask())
-        self._asking.add(asking)
-        asking.add_done_callback(self._asking.discard)
+        self._asking.start(ask())
 
     def forget(self, hashes: Iterable[bytes]) -> None:
         hashes = tuple(hashes)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from diptych.background_tasks import BackgroundTasks
 from kvtransfer.digest import digest_cells
 from kvtransfer.links import TransportSet
 from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress
@@ -98,7 +99,7 @@ class Rank:
         self._pool = pool
         self._transports = transports
         self._thread = thread
-        self._zeroing: set[asyncio.Task[None]] = set()
+        self._zeroing = BackgroundTasks()
         self._shard = part.shard or shard_of(part.model.config, ParallelConfig(), 0)
         self._lender = Lender(part.model, self._shard, pool.blocks, "diptych")
         self._remote_attend: RemoteAttend | None = None
@@ -186,9 +187,7 @@ class Rank:
         def settle(_: "asyncio.Future[None]") -> None:
             arrived = read.done.done() and not read.done.cancelled() and read.done.exception() is None
             if not arrived:
-                scrubbing = asyncio.ensure_future(self._zero_blocks(order.target_blocks, settled))
-                self._zeroing.add(scrubbing)
-                scrubbing.add_done_callback(self._zeroing.discard)
+                self._zeroing.start(self._zero_blocks(order.target_blocks, settled))
             elif not settled.done():
                 settled.set_result(None)
 

@@ -5,11 +5,12 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from diptych.background_tasks import BackgroundTasks
 from workers.engine.kv_event_log import Tier
 from workers.executor.kv_pool import KVPool
 from workers.kv_store.health import KVStoreStats
@@ -42,7 +43,7 @@ class RankStore(ABC, Generic[S]):
         self.read_byte_s = store.read_byte_s
         self.changed: Callable[[], None] = lambda: None
         self._host = pool.host.flatten(1).view(torch.uint8).numpy()  # [host block, byte], the same memory
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._closed = False
 
     @abstractmethod
@@ -55,7 +56,7 @@ class RankStore(ABC, Generic[S]):
         async def write() -> None:
             done(await self.written(block_hash, prefix, block))
 
-        self._begin(write())
+        self._tasks.start(write())
 
     async def written(self, block_hash: bytes, prefix: int | None, block: int) -> bool:
         """As `write`."""
@@ -68,16 +69,11 @@ class RankStore(ABC, Generic[S]):
             done(arrived, time.monotonic() - begun_s)
             self._tell()
 
-        self._begin(read())
+        self._tasks.start(read())
 
     async def arrived(self, block_hash: bytes, block: int, timeout_s: float) -> bool:
         """As `read`."""
         return await self.store.read(block_hash, self._host[block].data, timeout_s)
-
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _tell(self) -> None:
         if not self._closed:

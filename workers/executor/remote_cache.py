@@ -34,7 +34,7 @@ class RemoteCache(RankStore["RemoteStore"]):
             self._tell()
 
         if hashes:
-            self._begin(find())
+            self._tasks.start(find())
         else:
             found(0)
 

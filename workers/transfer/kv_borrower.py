@@ -6,9 +6,9 @@ Knows moves, loans and peers; knows no KV byte.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
+from diptych.background_tasks import BackgroundTasks
 from kvtransfer.control import AttendLoan
 from kvtransfer.errors import PeerLost, TransferError
 from kvtransfer.ticket import PeerAddress, TransferTicket
@@ -55,7 +55,7 @@ class KVBorrower:
         self._changed = changed
         self._lenders: dict[str, tuple[PeerAddress, ...]] = {}  # of each sequence that borrows
         self._addresses: dict[str, PeerAddress] = {}  # of these, by incarnation
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._renewal: asyncio.TimerHandle | None = None
         self._executor = executor
         self._num_layers = executor.facts.layout.num_layers
@@ -77,11 +77,11 @@ class KVBorrower:
         for key in [key for key in self._lenders if not self._engine.holds(key)]:
             del self._lenders[key]
         for move in self._engine.moves.take_due():
-            self._run(self._move(move))
+            self._tasks.start(self._move(move))
         for wanted in self._engine.moves.take_returns():
-            self._run(self._return(wanted))
+            self._tasks.start(self._return(wanted))
         for span in self._engine.moves.take_repaid():
-            self._run(self._repay(span))
+            self._tasks.start(self._repay(span))
         if not self._lenders and not self._tasks:
             self._addresses.clear()
 
@@ -99,11 +99,6 @@ class KVBorrower:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _move(self, move: BlockMove) -> None:
         reasons: list[str] = []
         try:
@@ -115,7 +110,7 @@ class KVBorrower:
                     reasons.append(f"{lender.worker}: {type(error).__name__}: {error}")
                     continue
                 if not self._engine.moves.moved(move, span):
-                    self._run(self._repay(span))
+                    self._tasks.start(self._repay(span))
                 self._arm()
                 return self._changed()
             reason = f"no worker lends it blocks ({'; '.join(reasons) or 'no lender is known'})"
@@ -160,7 +155,7 @@ class KVBorrower:
                 else:
                     span = await self._pass_on(wanted)
             if not self._engine.moves.returned(wanted, span) and span is not None:
-                self._run(self._repay(span))
+                self._tasks.start(self._repay(span))
             return self._changed()
         except (TransferError, TimeoutError) as error:
             reason = str(error) or f"it took longer than {MOVE_S:.0f} s"
@@ -228,7 +223,7 @@ class KVBorrower:
             loans.setdefault(span.lender, []).append(span.loan)
         for incarnation, numbers in loans.items():
             if (lender := self._addresses.get(incarnation)) is not None:
-                self._run(self._renew_at(lender, tuple(numbers)))
+                self._tasks.start(self._renew_at(lender, tuple(numbers)))
         if loans:
             self._arm()
 

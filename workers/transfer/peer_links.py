@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from diptych.background_tasks import BackgroundTasks
 from kvtransfer.control import ControlClient
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from workers.config import WorkerConfig
@@ -43,7 +44,7 @@ class PeerLinks:
         self._executor = executor
         self._clients: dict[str, asyncio.Future[ControlClient]] = {}
         self._links: dict[str, _Link] = {}  # incarnation -> link the executor may hold, verified or not
-        self._forgetting: set[asyncio.Future[None]] = set()
+        self._forgetting = BackgroundTasks()
         self._closed = False
 
     async def meet(self, peer: PeerAddress, *, measures: bool = False) -> tuple[ControlClient, LinkReport]:
@@ -102,9 +103,7 @@ class PeerLinks:
         self._clients.pop(incarnation, None)
         link = self._links.pop(incarnation, None)
         if link is not None and not self._closed:
-            forgetting = asyncio.ensure_future(self._forget(incarnation, link.proof))
-            self._forgetting.add(forgetting)
-            forgetting.add_done_callback(self._forgetting.discard)
+            self._forgetting.start(self._forget(incarnation, link.proof))
 
     async def _forget(self, incarnation: str, linking: "asyncio.Future[LinkReport] | None") -> None:
         """Release the transport's threads, handles and memory for this owner."""
