@@ -316,6 +316,10 @@ class LateSource(Protocol):
         """Tell the statistics, and perhaps the tokens, up to now."""
         ...
 
+    def report(self, key: str) -> None:
+        """Tell the tokens of this sequence up to now."""
+        ...
+
     def num_unreported(self, key: str) -> int:
         """How many tokens of this sequence were sampled by now and not reported."""
         ...
@@ -338,6 +342,10 @@ class LateReader(Protocol):
         ...
 
     def on_late_tokens(self, outputs: Sequence[TokensOut]) -> None: ...
+
+    def on_late_heartbeat(self) -> None:
+        """The worker lives. What it has to tell waits until it is asked."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

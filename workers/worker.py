@@ -353,8 +353,8 @@ class Worker:
         self._require_open()
 
         def beat() -> None:
-            if self._multi_step.reports_to(late):  # the steps are its heartbeat
-                self._multi_step.catch_up(False)
+            if late is not None and self._multi_step.reports_to(late):  # the steps are its heartbeat
+                late.on_late_heartbeat()
             else:
                 on_bundle(Bundle((), self._stats()))
 
@@ -403,7 +403,8 @@ class Worker:
         log_request(logger, self.config.name, key, message, *args)
 
     def _stats(self) -> WorkerStats:
-        share, pulls = self._executor.bubble_share, self._kv_fetcher.pulls
+        share = 0.0 if self._executor.depth == 1 else self._executor.bubble_share
+        pulls = self._kv_fetcher.pulls
         return self.engine.stats(share, pulls, self._adapters.ids, self._borrower.stats())
 
     def _require_open(self) -> None:
@@ -452,6 +453,7 @@ class Worker:
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Put the engine's outputs into mailboxes, wake the readers of leases, and grant reservations."""
+        outputs = self._multi_step.keep_late(outputs)
         for each in outputs:
             output: Output = TicketOut(each.key, self._ticket(each)) if isinstance(each, Lease) else each
             if isinstance(output, FailedOut) and output.key in self._warming:

@@ -29,7 +29,7 @@ async def migrate(attempt: Attempt, worker: WorkerClient, timeout_s: float) -> b
     """
     if not attempt.may_move_to(worker):
         return False
-    attempt.decode.worker.catch_up()
+    attempt.decode.report()
     attempt.num_moves += 1
     mixes_dtypes = attempt.decode.request.kv_dtype or attempt.decode.worker.kv_dtype != worker.kv_dtype
     request = replace(
@@ -61,7 +61,7 @@ class _Migration:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._copy_kv(timeout_s)
-            self._owner.worker.catch_up()
+            self._owner.report()
             async with attempt.switching:
                 await self._switch()
             return True

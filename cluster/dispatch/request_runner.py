@@ -321,7 +321,7 @@ class RequestRunner:
                 raise
         finally:
             state.running = None
-            attempt.decode.worker.catch_up()
+            attempt.decode.report()
         if state.replacement is not None:
             state.watch.lap("prefill_queue")
             return None

@@ -100,7 +100,7 @@ class RequestState:
     def trace(self, outcome: str = "", error: BaseException | None = None) -> RequestTrace:
         """The trace so far; the final one if there is an outcome."""
         if self.attempt is not None:
-            self.attempt.decode.worker.catch_up()
+            self.attempt.decode.report()
         attempt, request, ledger = self.attempt, self.request, self.watch.ledger()
         transfers = [*self.transfers, *(() if attempt is None else attempt.transfers)]
         decode_workers = self.decode_workers if attempt is None else tuple(attempt.decode_workers)

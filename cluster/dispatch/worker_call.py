@@ -76,6 +76,10 @@ class WorkerCall:
         """Replace the subscriber."""
         self.worker.redirect(self.key, partial(on_message, self))
 
+    def report(self) -> None:
+        """Take the tokens that a worker in this process has not reported yet."""
+        self.worker.report(self.key)
+
     def done(self) -> None:
         """The worker holds nothing any more; its death no longer matters."""
         self.is_held = self.is_taken = False
@@ -89,7 +93,9 @@ class WorkerCall:
 
     async def is_missing(self) -> bool:
         """Whether the worker had the key and no longer has it. Raises `AttemptFailed`."""
-        return self.is_held and self.is_taken and not await self.call(self.handle.holds(self.key))
+        if not (self.is_held and self.is_taken) or self.worker.num_unreported(self.key):
+            return False
+        return not await self.call(self.handle.holds(self.key))
 
     async def call(self, call: Coroutine[Any, Any, T], refused: Callable[[], None] = lambda: None) -> T:
         """Run a call to the worker. Raises `AttemptFailed` if the worker is lost or has no room, and `Unservable` for

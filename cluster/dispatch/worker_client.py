@@ -105,12 +105,12 @@ class WorkerClient:
 
     def redirect(self, key: str, on_message: OnMessage) -> None:
         """Replace the subscriber of a `key` that joined before."""
-        self.catch_up()
+        self.report(key)
         if key in self._handlers:
             self._handlers[key] = on_message
 
     def leave(self, key: str) -> None:
-        self.catch_up()
+        self.report(key)
         self._handlers.pop(key, None)
 
     # ---- late outputs ------------------------------------------------------------------------------------------
@@ -128,6 +128,11 @@ class WorkerClient:
         if self._source is not None:
             self._source.catch_up(with_tokens)
 
+    def report(self, key: str) -> None:
+        """Take the tokens of this sequence that a worker in this process has not reported yet."""
+        if self._source is not None:
+            self._source.report(key)
+
     def num_unreported(self, key: str) -> int:
         """How many tokens of this sequence its worker has sampled but not reported yet."""
         return 0 if self._source is None else self._source.num_unreported(key)
@@ -142,6 +147,9 @@ class WorkerClient:
                 self._route(outputs)
             except Exception as error:
                 self._failed(error)
+
+    def on_late_heartbeat(self) -> None:
+        self._silence.reset()
 
     async def close(self) -> None:
         self._silence.close()

@@ -8,7 +8,6 @@ Source of the technique: multi-step scheduling, as in vLLM.
 
 import math
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
@@ -17,7 +16,7 @@ from workers.engine.estimate import StepEstimate
 from workers.engine.kv_cache import KVCacheManager
 from workers.engine.sequence import Sequence
 from workers.engine.step import StepPlan
-from workers.request import TokensOut
+from workers.kv_events import HASH_BLOCK_SIZE
 
 Sample = Callable[[str, int, int], Items[int]]
 """The tokens of this sequence from this position on, so many. None of them is an end token."""
@@ -57,7 +56,11 @@ def _missing_blocks(sequence: Sequence, steps: int, size: int) -> int:
 
 
 class DecodeSteps:
-    """Made by an Engine, used by its MultiStep. `sequences` in the order of the step, which is in flight."""
+    """Made by an Engine, used by its MultiStep. `sequences` in the order of the step, which is in flight.
+
+    Blocks are allocated with each commit. Tokens and hashes of blocks follow in `settle`; hashes that get into the
+    event log at once.
+    """
 
     def __init__(
         self,
@@ -67,18 +70,18 @@ class DecodeSteps:
         estimate: StepEstimate,
         sample: Sample,
     ) -> None:
-        self._sequences = sequences
-        self._context_tokens = sum(len(each.tokens) for each in sequences)  # of the step in flight
+        self.sequences = sequences
+        self._context_tokens = sum([len(each.tokens) for each in sequences])  # of the step in flight
         self._kv = kv
         self._pool = pool
         self._estimate = estimate
         self._sample = sample
         self._ended = 0
-        self._begun_with = {each: each.num_computed for each in sequences}
-        self._sent = 0  # steps whose tokens `outputs` has returned
-        self._filled_after: dict[int, list[Sequence]] = defaultdict(list)  # these many steps, modulo the block size
-        for each in sequences:
-            self._filled_after[-each.num_computed % pool.block_size].append(each)
+        self._begun_with = [each.num_computed for each in sequences]
+        self._filled_after: dict[int, list[int]] = {}  # these many steps, modulo the block size: indices
+        for index, computed in enumerate(self._begun_with):
+            self._filled_after.setdefault(-computed % pool.block_size, []).append(index)
+        self._uncached: dict[int, None] = {}  # indices of those with full blocks that are not cached yet
         self._stops = sorted(self._filled_after)
         self.num_until_filled = self._steps_to_filled()  # more steps, and then new blocks are allocated
 
@@ -90,56 +93,48 @@ class DecodeSteps:
 
     def commit(self, seconds: Items[float]) -> None:
         """The step in flight and those behind it, at most `num_until_filled`, have ended: each took so long."""
-        count, batch = len(seconds), len(self._sequences)
+        count, batch = len(seconds), len(self.sequences)
         self._estimate.learn_decodes(batch, self._context_tokens, seconds)
         self._context_tokens += count * batch
         self._ended += count
-        self._advance(count)
+        self.num_until_filled -= count
+        if not self.num_until_filled:
+            self.num_until_filled = self._steps_to_filled()
+            self._fill()
         self._kv.take_missing()  # no loan could give it
 
-    def _advance(self, count: int) -> None:
-        self.num_until_filled -= count
-        if self.num_until_filled:
-            return
-        self.num_until_filled = self._steps_to_filled()
-        size = self._pool.block_size
+    def _fill(self) -> None:
+        """Blocks are full."""
+        pool, size = self._pool, self._pool.block_size
         filled = self._filled_after[self._ended % size]
-        for each in filled:
-            self._append(each)
-            self._kv.cache_blocks(each)
-        for each in filled:
-            if each.num_computed == len(each.blocks) * size:
-                each.blocks += self._pool.allocate(1)
+        for index in filled:
+            self._uncached[index] = None
+            if (self._begun_with[index] + self._ended) % HASH_BLOCK_SIZE == 0:
+                self._append(index)
+        for index in filled:
+            each = self.sequences[index]
+            if self._begun_with[index] + self._ended == len(each.blocks) * size:
+                each.blocks += pool.allocate(1)
 
-    def _append(self, sequence: Sequence) -> None:
-        """The tokens of the steps that have ended."""
-        count = self._begun_with[sequence] + self._ended - sequence.num_computed
-        if count:
+    def settle(self, *, blocks_only: bool = False) -> None:
+        """Append the tokens of the steps that have ended, and cache the blocks that they filled.
+
+        `blocks_only`: not the tokens of sequences without such blocks.
+        """
+        for index in tuple(self._uncached) if blocks_only else range(len(self.sequences)):
+            self._append(index)
+
+    def _append(self, index: int) -> None:
+        sequence, num_computed = self.sequences[index], self._begun_with[index] + self._ended
+        self._uncached.pop(index, None)
+        if count := num_computed - sequence.num_computed:
             sequence.tokens += self._sample(sequence.key, len(sequence.tokens), count)
-            sequence.num_computed += count
-
-    def outputs(self, ends_s: Items[float]) -> list[TokensOut]:
-        """What was sampled since the last call. `ends_s`: of all steps that have ended."""
-        count, self._sent = self._ended - self._sent, self._ended
-        if not count:
-            return []
-        for each in self._sequences:
-            self._append(each)
-        times_s = tuple(ends_s[-count:])
-        return [
-            TokensOut(
-                key=each.key,
-                first_position=each.num_output - count,
-                tokens=tuple(each.tokens[-count:]),
-                timing=each.timing(times_s[-1]),
-                cached_tokens=each.cached_tokens,
-                token_s=times_s,
-            )
-            for each in self._sequences
-        ]
+            sequence.num_computed = num_computed
+            if num_computed >= (sequence.num_cached_blocks + 1) * self._pool.block_size:
+                self._kv.cache_blocks(sequence)
 
     def last_plan(self, number: int, end_tokens: tuple[int, ...]) -> StepPlan:
         """The plan of the step in flight, which is the last one."""
         size, now_s = self._pool.block_size, math.nan  # all have begun
-        chunks = [each.chunk(each.num_computed, 1, size, end_tokens, now_s) for each in self._sequences]
+        chunks = [each.chunk(each.num_computed, 1, size, end_tokens, now_s) for each in self.sequences]
         return StepPlan(number, tuple(chunks))

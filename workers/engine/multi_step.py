@@ -3,17 +3,23 @@
 A step that only decodes what the step before decoded needs no scheduler, no plan and no message of its own. An executor
 that knows the times of such steps beforehand (`Executor.execute_decodes`) and readers in the same process
 (`LateReader`) make it possible to commit many at once, with each one's own time: at the end of the last one, or when
-somebody looks at the worker or changes it. Nothing else may tell the two ways apart.
+somebody looks at the worker or changes it. A sequence's tokens stay here over several such runs, until somebody asks
+for them or the sequence ends. Nothing else may tell the two ways apart.
 """
 
 import asyncio
 from bisect import bisect_right
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import structs
+
 from workers.engine.decode_steps import DecodeSteps
-from workers.engine.engine import Engine
+from workers.engine.engine import Engine, EngineOutput
 from workers.engine.executor import Executor, RunningDecodes
+from workers.engine.sequence import Sequence
 from workers.engine.step import StepPlan, StepResult
 from workers.request import LateReader, TokensOut
 from workers.stats import WorkerStats
@@ -26,6 +32,38 @@ class _Run(NamedTuple):
 
     steps: RunningDecodes
     decodes: DecodeSteps
+
+
+@dataclass(slots=True)
+class _Late:
+    """A sequence whose newest tokens were not told to its reader, and their times."""
+
+    sequence: Sequence
+    reader: LateReader
+    times_s: list[float] = field(default_factory=list)
+
+    def tell(self) -> None:
+        """All of them. The sequence has them all."""
+        sequence, count = self.sequence, len(self.times_s)
+        if count:
+            output = TokensOut(
+                key=sequence.key,
+                first_position=sequence.num_output - count,
+                tokens=tuple(sequence.tokens[-count:]),
+                timing=sequence.timing(self.times_s[-1]),
+                cached_tokens=sequence.cached_tokens,
+                token_s=tuple(self.times_s),
+            )
+            self.times_s.clear()
+            self.reader.on_late_tokens((output,))
+
+    def with_last(self, output: TokensOut, now_s: float) -> TokensOut:
+        """The newest token's output, with those before it."""
+        if not self.times_s:
+            return output
+        sequence, count = self.sequence, len(self.times_s) + 1
+        first, tokens = output.first_position + 1 - count, tuple(sequence.tokens[-count:])
+        return structs.replace(output, first_position=first, tokens=tokens, token_s=(*self.times_s, now_s))
 
 
 class MultiStep:
@@ -50,9 +88,10 @@ class MultiStep:
         self._now_s = now_s
         self._longest_s = longest_s
         self._run: _Run | None = None
-        self._reader: dict[str, LateReader] = {}  # by sequence
-        self._readers: tuple[LateReader, ...] = ()
-        self._ended = self._committed = self._reported = 0  # of the steps
+        self._going: Items[Sequence] = ()  # sequences of these steps, if their outputs are late
+        self._late: dict[str, _Late] = {}  # by sequence
+        self._readers: dict[LateReader, None] = {}  # of these
+        self._ended = self._committed = self._noted = 0  # of the steps; `noted`: in `_Late.times_s`
         self._is_checked = True
         self._logs = False  # only the last step may change the cache log
         self._is_catching_up = False
@@ -65,21 +104,28 @@ class MultiStep:
         """
         if self._executor.execute_decodes is None:
             return None
-        readers = {chunk.key: self._reader_of(chunk.key) for chunk in plan.chunks}
-        late = {key: reader for key, reader in readers.items() if reader is not None}
-        logs = any(reader.reads_cache for reader in late.values())
-        if len(late) < len(readers) or (count := self._engine.num_decode_steps(MAX_STEPS, logs=logs)) < 2:
+        readers: list[LateReader] = []
+        for chunk in plan.chunks:
+            if (reader := self._reader_of(chunk.key)) is None:
+                return None
+            readers.append(reader)
+        logs = any([reader.reads_cache for reader in readers])
+        if (count := self._engine.num_decode_steps(MAX_STEPS, logs=logs)) < 2:
             return None
         steps = self._executor.execute_decodes(plan, count, self._last)
-        if max(steps.seconds) >= self._longest_s:
-            steps.shorten(1)
-            late = {}
-        self._reader, self._readers = late, tuple(dict.fromkeys(late.values()))
-        self._ended = self._committed = self._reported = 0
+        self._ended = self._committed = self._noted = 0
         self._is_checked, self._logs = True, logs
         self._run = _Run(steps, self._engine.begin_decodes(steps.sample, self._on_use))
-        for reader in self._readers:
-            reader.attach(self)
+        if max(steps.seconds) >= self._longest_s:
+            steps.shorten(1)
+            return steps.result
+        self._going = self._run.decodes.sequences
+        for sequence, reader in zip(self._going, readers, strict=True):
+            if sequence.key not in self._late:
+                self._late[sequence.key] = _Late(sequence, reader)
+            if reader not in self._readers:
+                self._readers[reader] = None
+                reader.attach(self)
         return steps.result
 
     @property
@@ -94,20 +140,30 @@ class MultiStep:
         """By now, without the last one."""
         return bisect_right(steps.ends_s, self._now_s(), self._ended, len(steps.ends_s) - 1)
 
-    def reports_to(self, reader: LateReader | None) -> bool:
+    def reports_to(self, reader: LateReader) -> bool:
         """Whether steps run whose outputs this reader gets late."""
         return self._run is not None and reader in self._readers
 
     def num_unreported(self, key: str) -> int:
-        if self._run is None or key not in self._reader:
+        late = self._late.get(key)
+        if late is None:
             return 0
-        return self._num_ended(self._run.steps) - self._reported
+        return len(late.times_s) + (0 if self._run is None else self._num_ended(self._run.steps) - self._noted)
 
     def catch_up(self, with_tokens: bool) -> None:
         """Count and tell what has ended by now, but for the last step."""
-        self._catch_up(commits=with_tokens, reports=with_tokens)
+        self._catch_up(commits=with_tokens, with_tokens=with_tokens)
+        if with_tokens:
+            for late in tuple(self._late.values()):
+                late.tell()
 
-    def _catch_up(self, *, commits: bool, reports: bool) -> None:
+    def report(self, key: str) -> None:
+        """Tell the tokens of this sequence up to now."""
+        if key in self._late:
+            self._catch_up(commits=True, with_tokens=True)
+            self._late[key].tell()
+
+    def _catch_up(self, *, commits: bool, with_tokens: bool) -> None:
         run = self._run
         if run is None or self._is_catching_up:
             return
@@ -116,43 +172,44 @@ class MultiStep:
             return
         self._is_catching_up = True
         try:
-            self._count(run, ended)
-            if commits and self._committed < self._ended:
-                self._commit(run, self._ended)
-            if reports and self._reported < self._ended:
-                self._report_tokens(run)
+            if ended > self._ended:
+                self._count(run, ended)
+            if commits:
+                self._commit(run, ended)
+                run.decodes.settle(blocks_only=not with_tokens)
+            if with_tokens:
+                self._note(run)
         finally:
             self._is_catching_up = False
 
     def _count(self, run: _Run, ended: int) -> None:
         """These steps have ended by now: tell the statistics."""
         steps = run.steps
-        if ended > self._ended:
-            self._engine.count_decodes(steps.seconds[self._ended : ended])
-            self._ended = ended
-            while (filled := self._committed + run.decodes.num_until_filled) <= ended:
-                self._commit(run, filled)
-            stats = self._stats()
-            for reader in self._readers:
-                reader.on_late_stats(stats, steps.ends_s[ended - 1])
+        self._engine.count_decodes(steps.seconds[self._ended : ended])
+        self._ended = ended
+        while (filled := self._committed + run.decodes.num_until_filled) <= ended:
+            self._commit(run, filled)
+        stats = self._stats()
+        for reader in self._readers:
+            reader.on_late_stats(stats, steps.ends_s[ended - 1])
 
     def _commit(self, run: _Run, stop: int) -> None:
-        """The steps up to this one."""
-        run.steps.observe(self._committed, stop)
-        run.decodes.commit(run.steps.seconds[self._committed : stop])
-        self._committed = stop
+        """The steps up to this one, at most until blocks are full."""
+        if stop > self._committed:
+            run.steps.observe(self._committed, stop)
+            run.decodes.commit(run.steps.seconds[self._committed : stop])
+            self._committed = stop
 
-    def _report_tokens(self, run: _Run) -> None:
-        self._reported = self._ended
-        outputs: dict[LateReader, list[TokensOut]] = {}
-        for output in run.decodes.outputs(run.steps.ends_s[: self._ended]):
-            outputs.setdefault(self._reader[output.key], []).append(output)
-        for reader, group in outputs.items():
-            reader.on_late_tokens(group)
+    def _note(self, run: _Run) -> None:
+        """The times of the tokens of all steps that have ended."""
+        if times_s := run.steps.ends_s[self._noted : self._ended]:
+            self._noted = self._ended
+            for late in self._late.values():
+                late.times_s += times_s
 
     def _on_use(self, is_change: bool) -> None:
         """The engine is about to be read or changed."""
-        self._catch_up(commits=is_change, reports=False)
+        self._catch_up(commits=is_change, with_tokens=False)
         if is_change and self._is_checked:
             self._is_checked = False
             asyncio.get_running_loop().call_soon(self._check)
@@ -168,10 +225,43 @@ class MultiStep:
 
     def _last(self) -> StepPlan:
         """The last step has ended."""
-        self.catch_up(True)
-        for reader in self._readers:
-            reader.attach(None)
+        self._catch_up(commits=True, with_tokens=True)
         assert self._run is not None, "the last step ends once"
         self.last_plan = self._engine.end_decodes(self._run.decodes)
-        self._run = None
+        self._run, self._going = None, ()
         return self.last_plan
+
+    def keep_late(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """The engine's outputs without the tokens of sequences that decode on in steps that run as one.
+
+        Those that do so no longer are told what was kept of them, with or before their next output.
+        """
+        if not self._late:
+            return outputs
+        now_s, told, before = self._now_s(), [], len(self._late)
+        kept: dict[LateReader, None] = {}
+        for output in outputs:
+            late = self._late.get(output.key)
+            if late is None or (late.sequence in self._going and isinstance(output, TokensOut) and output.prefilled):
+                told.append(output)
+            elif not isinstance(output, TokensOut):
+                self._late.pop(output.key).tell()
+                told.append(output)
+            elif late.sequence in self._going:
+                late.times_s.append(now_s)
+                kept[late.reader] = None
+            else:
+                del self._late[output.key]
+                told.append(late.with_last(output, now_s))
+        for key in [key for key, late in self._late.items() if late.sequence not in self._going]:
+            self._late.pop(key).tell()
+        if len(self._late) < before:
+            readers = dict.fromkeys([late.reader for late in self._late.values()])
+            for reader in self._readers.keys() - readers.keys():
+                reader.attach(None)
+            self._readers = readers
+        if kept:
+            stats = self._stats()
+            for reader in kept:
+                reader.on_late_stats(stats, now_s)
+        return told
