@@ -6,7 +6,7 @@ tenant, not on workers' block sizes or the process, so the hashes of one prompt 
 
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from msgspec import Struct, field
 from xxhash import xxh3_64_intdigest
@@ -66,6 +66,12 @@ def prefix_hashes(
     except struct.error:
         pass
     return hashes
+
+
+@lru_cache(maxsize=16)
+def prefix_hashes_of_prompt(prompt: tuple[int, ...], salt: str) -> tuple[int, ...]:
+    """`prefix_hashes`, kept for other workers in this process that get the same prompt."""
+    return tuple(prefix_hashes(prompt, salt=salt))
 
 
 @cache

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal, Protocol
 
 from msgspec import Struct
@@ -357,6 +358,12 @@ class Reservation:
     cached_tokens: int
 
 
+@lru_cache(maxsize=16)
+def _token_range(prompt: tuple[int, ...]) -> tuple[int, int]:
+    """The least and the greatest token: each worker in this process checks them."""
+    return min(prompt), max(prompt)
+
+
 def check_prompt(request: Request, max_length: int, vocab_size: int) -> None:
     """Raise `InvalidRequest` unless the prompt fits in `max_length` tokens and its tokens are in the vocabulary."""
     if not request.prompt:
@@ -367,7 +374,8 @@ def check_prompt(request: Request, max_length: int, vocab_size: int) -> None:
             f"has {request.num_tokens} tokens; with one token of answer it must fit {max_length} "
             f"(context length and KV pool of this worker)",
         )
-    if not 0 <= min(request.prompt) <= max(request.prompt) < vocab_size:
+    least, most = _token_range(request.prompt)
+    if not 0 <= least <= most < vocab_size:
         raise InvalidRequest("prompt", f"holds a token id outside the vocabulary (0..{vocab_size - 1})")
 
 

@@ -31,7 +31,8 @@ def test_it_keeps_the_order_of_an_ordered_dictionary(actions: list[tuple[str, in
             assert listed.discard(block) is (block in expected)
             expected.pop(block, None)
         elif action == "popleft" and expected:
-            assert listed.popleft() == expected.popitem(last=False)[0]
+            count = 1 + number % len(expected)
+            assert listed.popleft(count) == [expected.popitem(last=False)[0] for _ in range(count)]
         assert [*listed] == [*expected] and len(listed) == len(expected)
         assert all((each in listed) is (each in expected) for each in range(size))
 

@@ -8,7 +8,6 @@ import pytest
 
 from tests.engine.driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
 from workers.costs import LinearCost
-from workers.engine.blocks import block_hashes
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.engine_loop import MAX_FAILURES, EngineLoop
 from workers.engine.reservation_queue import ReservationQueue
@@ -200,11 +199,13 @@ async def test_an_error_in_one_reservation_goes_to_its_caller_and_the_next_is_gr
 async def test_a_prompt_that_waits_for_room_is_hashed_once(monkeypatch) -> None:
     hashed: list[int] = []
 
-    def counted(tokens, *args, **named):
-        hashed.append(len(tokens))
-        return block_hashes(tokens, *args, **named)
+    hash_tokens = Sequence.hash_tokens
 
-    monkeypatch.setattr("workers.engine.reservations.block_hashes", counted)
+    def counted(sequence, block_size):
+        hashed.append(len(sequence.tokens))
+        hash_tokens(sequence, block_size)
+
+    monkeypatch.setattr(Sequence, "hash_tokens", counted)
     subject = engine()
     reservations = ReservationQueue(subject, lambda request: None)
     taken = subject.pool.allocate(subject.pool.num_free - 2)

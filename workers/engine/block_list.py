@@ -72,8 +72,14 @@ class BlockList:
         self.length -= 1
         return True
 
-    def popleft(self) -> int:
-        """Remove the first one of a list that is not empty."""
-        block = _IDS[self._next[0] - 1]
-        self.discard(block)
-        return block
+    def popleft(self, count: int) -> list[int]:
+        """Remove the first `count` of a list that has as many."""
+        following, node, taken = self._next, self._next[0], []
+        for _ in range(count):
+            taken.append(_IDS[node - 1])
+            after = following[node]
+            following[node] = _OUT
+            node = after
+        following[0], self._previous[node] = node, 0
+        self.length -= count
+        return taken

@@ -11,6 +11,7 @@ into it. A block is free once all of them release it. Knows ids and counts; know
 import heapq
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
@@ -53,6 +54,12 @@ def block_hashes(
     hashes = list(known)
     extend_hashes(hashes, tokens, block_size, salt, len(tokens) if end is None else end)
     return hashes
+
+
+@lru_cache(maxsize=16)
+def hashes_of_prompt(prompt: tuple[int, ...], block_size: int, salt: str) -> tuple[bytes, ...]:
+    """`block_hashes`, kept for other workers in this process that get the same prompt."""
+    return tuple(block_hashes(prompt, block_size, salt=salt))
 
 
 def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_size: int, salt: str, end: int) -> None:
@@ -153,14 +160,15 @@ class BlockPool:
             self._block_hashes += [None] * len(untouched)
             self._cached.grow(len(untouched))
             taken += block_ids(untouched.start, untouched.stop)
-        while len(taken) < count:
-            block = self._cached.popleft()
+        if len(taken) < count:
+            oldest = self._cached.popleft(count - len(taken))
             if evicted is not None and self.host.num_blocks:
-                evicted.append(self._as_cached(block))
-            self._forget(block)
-            taken.append(block)
+                evicted += map(self._as_cached, oldest)
+            self._forget(oldest)
+            taken += oldest
+        references = self._references
         for block in taken:
-            self._references[block] = 1
+            references[block] = 1
         return sorted(taken)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -236,15 +244,13 @@ class BlockPool:
         """
         if not self._prefix_caching:
             return
-        known, hashes, references = self._blocks, self._block_hashes, self._references
-        has_pins = self.host.pins.most > 0
+        known, hashes, has_pins = self._blocks, self._block_hashes, self.host.pins.most > 0
+        assert all(map(self._references.__getitem__, blocks)), f"one of the blocks {blocks} is cached but not held"
         for block, content in zip(blocks, contents, strict=True):
-            assert references[block] > 0, f"block {block} is cached but not held"
-            if content in known:
+            if known.setdefault(content, block) != block or hashes[block] == content:
                 continue
             if hashes[block] is not None:
-                self._forget(block)
-            known[content] = block
+                self._forget((block,))
             hashes[block] = content
             if has_pins:
                 self.host.on_device(content)
@@ -312,7 +318,7 @@ class BlockPool:
             block = self._blocks.get(block_hash)
             if block is None:
                 continue
-            self._forget(block)
+            self._forget((block,))
             if self._cached.discard(block):
                 heapq.heappush(self._clean, block)
 
@@ -326,20 +332,23 @@ class BlockPool:
     def clear_cache(self) -> None:
         """Evict every unreferenced prefix, also on the host."""
         self.host.clear()
-        while self._cached:
-            block = self._cached.popleft()
-            self._forget(block)
+        oldest = self._cached.popleft(len(self._cached))
+        self._forget(oldest)
+        for block in oldest:
             heapq.heappush(self._clean, block)
 
-    def _forget(self, block: int) -> None:
-        block_hash, self._block_hashes[block] = self._block_hashes[block], None
-        assert block_hash is not None, f"block {block} has no hash"
-        del self._blocks[block_hash]
-        self.digests.pop(block, None)
-        self._fetched.discard(block)
-        prefix = self._prefixes.pop(block, None)
-        if prefix is not None:
-            self.log.remove(Tier.DEVICE, prefix)
+    def _forget(self, blocks: Sequence[int]) -> None:
+        hashes, known, digests, fetched = self._block_hashes, self._blocks, self.digests, self._fetched
+        for block in blocks:
+            block_hash, hashes[block] = hashes[block], None
+            assert block_hash is not None, f"block {block} has no hash"
+            del known[block_hash]
+            if digests:
+                digests.pop(block, None)
+            if fetched:
+                fetched.discard(block)
+            if block in self._prefixes:
+                self.log.remove(Tier.DEVICE, self._prefixes.pop(block))
 
     def check(self, held: Iterable[Sequence[int]] = ()) -> None:
         """Prove the invariants; `held` are the block lists of every other owner. Raises AssertionError."""

@@ -159,7 +159,7 @@ class Engine:
         self._sequences.add(sequence)
         self._scheduler.queues.add(sequence)
         if len(self._pool.host.pins):
-            sequence.block_hashes = block_hashes(sequence.tokens, self._pool.block_size, salt=sequence.salt)
+            sequence.hash_tokens(self._pool.block_size)
             self._pool.host.pins.renew(sequence.block_hashes, now_s)
         if borrows:
             self._kv.moves.add(sequence)

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool, block_hashes, extend_hashes, tail_hash
+from workers.engine.blocks import BlockPool, extend_hashes, tail_hash
 from workers.engine.borrowing import Moves
 from workers.engine.cache_hits import DEVICE, FETCHED
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import HostTier, StepCopies
 from workers.engine.kv_event_log import Tier
 from workers.engine.sequence import Sequence, State
-from workers.kv_events import HASH_BLOCK_SIZE, prefix_hashes, prefix_hashes_of_blocks
+from workers.kv_events import HASH_BLOCK_SIZE, prefix_hashes, prefix_hashes_of_blocks, prefix_hashes_of_prompt
 from workers.request import MIXED_KV
 
 
@@ -87,7 +87,7 @@ class KVCacheManager:
     def num_ready(self, sequence: Sequence) -> int:
         """How many of the prompt's tokens are on the device."""
         size = self._pool.block_size
-        sequence.block_hashes = block_hashes(sequence.tokens, size, sequence.block_hashes, sequence.salt)
+        sequence.hash_tokens(size)
         return size * self._pool.num_known(sequence.block_hashes[: (len(sequence.tokens) - 1) // size])
 
     # ---- a sequence comes --------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class KVCacheManager:
         A shared tail is copied at once: a lease of these blocks must name the one that will be written.
         """
         size = self._pool.block_size
-        sequence.block_hashes = block_hashes(sequence.tokens, size, sequence.block_hashes, sequence.salt)
+        sequence.hash_tokens(size)
         if sequence.request.fresh:
             self._pool.forget(sequence.block_hashes)
         for share_tail in (True, False) if sequence.request.group else (False,):
@@ -242,7 +242,8 @@ class KVCacheManager:
             if len(sequence.block_hashes) < full:
                 extend_hashes(sequence.block_hashes, tokens, size, salt, full * size)
             if len(sequence.prefix_hashes) < full * size // HASH_BLOCK_SIZE:
-                sequence.prefix_hashes = prefix_hashes(tokens, known=sequence.prefix_hashes, salt=salt, end=full * size)
+                known = sequence.prefix_hashes or prefix_hashes_of_prompt(sequence.request.prompt, salt)
+                sequence.prefix_hashes = prefix_hashes(tokens, known=known, salt=salt, end=full * size)
             new = slice(sequence.num_cached_blocks, full)
             ends = {} if sequence.kv_dtype else prefix_hashes_of_blocks(sequence.prefix_hashes, new.start, full, size)
             prefixes = {sequence.blocks[index]: prefix_hash for index, prefix_hash in ends.items()}

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
 
-from workers.engine.blocks import BlockPool, block_hashes
+from workers.engine.blocks import BlockPool
 from workers.engine.estimate import StepEstimate
 from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.race import Gap, StepSeconds, choose
@@ -123,7 +123,7 @@ class Loads:
 
     def _block_hashes(self, sequence: Sequence) -> list[bytes]:
         """Of all blocks that may be read: at least one token is left to compute."""
-        sequence.block_hashes = block_hashes(sequence.tokens, self._size, sequence.block_hashes, sequence.salt)
+        sequence.hash_tokens(self._size)
         return sequence.block_hashes[: (len(sequence.tokens) - 1) // self._size]
 
     def _num_here(self, hashes: Items[bytes]) -> int:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool, block_hashes
+from workers.engine.blocks import BlockPool
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.loans import LoanBook
@@ -78,7 +78,7 @@ class Reservations:
         if request.kv_dtype != self._config.dtype:
             sequence.kv_dtype = request.kv_dtype
         if sequence.kv_dtype != MIXED_KV:
-            sequence.block_hashes = block_hashes(sequence.tokens, self._pool.block_size, salt=sequence.salt)
+            sequence.hash_tokens(self._pool.block_size)
         return sequence
 
     def grant(self, sequence: Sequence) -> Reservation:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 
-from workers.engine.blocks import Cached
+from workers.engine.blocks import Cached, extend_hashes, hashes_of_prompt
 from workers.engine.kv_event_log import Tier
 from workers.engine.step import PENDING, Chunk, Draw, RemoteKV
 from workers.request import FinishReason, Request, SequenceTiming, TokenLogprobs
@@ -130,6 +130,14 @@ class Sequence:
         """Part of its block hashes: tenant and adapter, and the dtype of fetched KV."""
         salt = self.request.cache_salt
         return f"{salt}\n{self.kv_dtype}" if self.kv_dtype else salt
+
+    def hash_tokens(self, block_size: int) -> None:
+        """Hash the full blocks of its tokens that are not hashed yet."""
+        full = len(self.tokens) // block_size
+        if not self.block_hashes:
+            self.block_hashes = [*hashes_of_prompt(self.request.prompt, block_size, self.salt)[:full]]
+        if len(self.block_hashes) < full:
+            extend_hashes(self.block_hashes, self.tokens, block_size, self.salt, full * block_size)
 
     @property
     def num_scheduled(self) -> int:
