@@ -214,7 +214,13 @@ def _sampling(*, all_shapes: bool) -> Iterator[str]:
 
 
 def _bytes_of_kv() -> Iterator[str]:
-    shapes = (("bfloat16", 128, ORDER), ("int8", 128, ORDER), ("fp8", 64, ORDER), ("bfloat16", 41, LATENT_ORDER))
+    shapes = (
+        ("bfloat16", 128, ORDER),
+        ("int8", 128, ORDER),
+        ("fp8", 64, ORDER),
+        ("bfloat16", 41, LATENT_ORDER),
+        ("int8", 41, ORDER),
+    )
     for dtype, dim, order in shapes:
         layout = KVLayout("m", LAYERS, 2, dim, SIZE, dtype, order=order)
         memory, rows = torch.zeros(3 * layout.block_bytes, dtype=torch.uint8), [[(1, 0, SIZE)]]

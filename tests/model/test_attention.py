@@ -20,6 +20,7 @@ from workers.ops.native.library import library
 from workers.ops.scoring import Scoring
 
 DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))
+EXAMPLES = 120 if DEVICE.type == "cpu" else 12  # on a GPU, each compiles its kernels
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
 BLOCKS = 260
 
@@ -105,7 +106,7 @@ def equals_the_reference(backend: Attention, case: Case) -> None:
 
 
 @pytest.mark.parametrize("backend", FAST, ids=lambda each: each.name)
-@examples(120)
+@examples(EXAMPLES)
 @given(case=cases())
 def test_backend_equals_the_reference(backend: Attention, case: Case) -> None:
     equals_the_reference(backend, case)
@@ -114,7 +115,7 @@ def test_backend_equals_the_reference(backend: Attention, case: Case) -> None:
 @pytest.mark.parametrize(
     "backend", [each for each in FAST if each not in (triton, invariant)], ids=lambda each: each.name
 )
-@examples(60)
+@examples(EXAMPLES // 2)
 @given(case=cases(vectors=(1,)))
 def test_a_latent_is_key_and_value(backend: Attention, case: Case) -> None:
     equals_the_reference(backend, case)
@@ -241,9 +242,9 @@ def test_views_of_a_fused_projection_are_read_by_their_strides(backend: Attentio
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
 def test_scores_of_any_size_give_numbers(backend: Attention) -> None:
     torch.manual_seed(0)  # some draws have two keys whose scores, of up to 80,000, are equal up to float32's rounding
-    pool = torch.randn(4, 1, 1, 2, 4, 8, device=DEVICE) * 100
+    pool = (torch.randn(4, 1, 1, 2, 4, 8) * 100).to(DEVICE)
     meta = on_device(ragged([[1, 2]], [5], [7], 4))
-    query = torch.randn(5, 2, 8, device=DEVICE) * 100
+    query = (torch.randn(5, 2, 8) * 100).to(DEVICE)
     for softcap in (0.0, 30.0):
         arguments = (query, pool, 0, meta, Scoring(1.0, 0, softcap))
         expected = REFERENCE.attend(*arguments)
@@ -260,7 +261,7 @@ def cuts(draw: st.DrawFn, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("backend", [native] if DEVICE.type == "cpu" else [invariant], ids=lambda each: each.name)
-@examples(60)
+@examples(EXAMPLES // 2)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_a_row_is_the_same_in_any_batch_and_any_cut(backend: Attention, data: st.DataObject, seed: int) -> None:
     """Bit for bit: the whole prompt alone, against its chunks in batches with others, on one thread and on two."""

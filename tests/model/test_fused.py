@@ -30,6 +30,7 @@ try:
 except ImportError:
     triton_fused = None  # type: ignore[assignment]
 
+DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))  # of Triton's kernels: a CPU interprets them
 KINDS = (SILU, GELU_TANH, CLAMPED_SILU)
 ROWS, SIZES = st.integers(0, 40), st.integers(1, 70)
 
@@ -130,25 +131,30 @@ def test_all_holds_without_native_kernels() -> None:
     kind=st.sampled_from(KINDS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_triton_equals_torch_in_its_interpreter(rows: int, size: int, kind: str, dtype: torch.dtype) -> None:
+def test_triton_equals_torch(rows: int, size: int, kind: str, dtype: torch.dtype) -> None:
     """On views too; bfloat16 within one rounding of the last step."""
-    near = partial(torch.testing.assert_close, rtol=2e-2 if dtype == torch.bfloat16 else 2e-5, atol=1e-3)
+    tolerance = {"rtol": 2e-2 if dtype == torch.bfloat16 else 2e-5, "atol": 1e-3}
+
+    def near(found: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(found.cpu(), wanted, **tolerance)
+
     x, delta, wide = (numbers(rows, width, seed=width).to(dtype) for width in (size, size + 1, 2 * size))
     weight = numbers(size, seed=rows).to(dtype)
-    near(triton_fused.rms_norm(wide[:, :size], weight, 1e-5), rms_norm(wide[:, :size], weight, 1e-5))
-    near(triton_fused.rms_norm(x.view(rows, 1, size), None, 1e-5), rms_norm(x.view(rows, 1, size), None, 1e-5))
-    for ours, wanted in zip(
-        triton_fused.add_rms_norm(x, delta[:, :size], weight, 1e-5),
+    there, delta_there, wide_there, weight_there = (each.to(DEVICE) for each in (x, delta, wide, weight))
+    near(triton_fused.rms_norm(wide_there[:, :size], weight_there, 1e-5), rms_norm(wide[:, :size], weight, 1e-5))
+    near(triton_fused.rms_norm(there.view(rows, 1, size), None, 1e-5), rms_norm(x.view(rows, 1, size), None, 1e-5))
+    for found, wanted in zip(
+        triton_fused.add_rms_norm(there, delta_there[:, :size], weight_there, 1e-5),
         add_rms_norm(x, delta[:, :size], weight, 1e-5),
         strict=True,
     ):
-        near(ours, wanted)
-    near(triton_fused.gated(wide, KINDS.index(kind)), gated(wide, kind))
+        near(found, wanted)
+    near(triton_fused.gated(wide_there, KINDS.index(kind)), gated(wide, kind))
     heads = numbers(rows, 5, 12, seed=size).to(dtype)
     for half in (6, 4):  # with and without features that stay
         cos, sin = numbers(2, rows, 1, half, seed=half).to(dtype)
         wanted = rotate(heads[:, :3].float(), cos.float(), sin.float()).to(dtype)
-        near(triton_fused.rotate(heads[:, :3], cos, sin), wanted)
+        near(triton_fused.rotate(heads.to(DEVICE)[:, :3], cos.to(DEVICE), sin.to(DEVICE)), wanted)
 
 
 @pytest.mark.skipif(triton_fused is None, reason="no Triton here")
@@ -169,15 +175,19 @@ def test_triton_writes_what_the_reference_writes(
     wide = numbers(tokens, stacked * head_dim + 5, seed=tokens).to(dtype)
     if dtype == torch.float16:
         wide[0, -5 - head_dim :] = torch.inf  # saturates
-    qkv = torch.unflatten(wide[:, :-5], 1, (stacked, head_dim))
     cos, sin = numbers(2, tokens, 1, max(rotary, 2) // 2, seed=rotary).to(dtype)
     norm = numbers(stacked - kv_heads, head_dim, seed=head_dim).to(dtype) if norms[0] else None
-    heads = Heads((cos, sin) if rotary else None, norm, norms[1], 1e-5)
     slots = torch.randperm(6 * 4, generator=torch.Generator().manual_seed(tokens))[:tokens]
-    theirs = numbers(6, kv_heads, 3, 2, 4, head_dim, seed=group).to(dtype)
-    ours = theirs.clone()
-    wanted = rotate_and_write(qkv, heads, theirs, 1, slots, REFERENCE.write_kv)
-    query = triton_fused.rotate_and_write(qkv, heads, ours, 1, slots)
+    before = numbers(6, kv_heads, 3, 2, 4, head_dim, seed=group).to(dtype)
+    reference = partial(rotate_and_write, write_kv=REFERENCE.write_kv)
+    found = []
+    for device, run in ((torch.device("cpu"), reference), (DEVICE, triton_fused.rotate_and_write)):
+        turns = (cos.to(device), sin.to(device)) if rotary else None
+        heads = Heads(turns, None if norm is None else norm.to(device), norms[1], 1e-5)
+        pool = before.to(device, copy=True)
+        stacks = torch.unflatten(wide.to(device)[:, :-5], 1, (stacked, head_dim))
+        found.append((run(stacks, heads, pool, 1, slots.to(device)).cpu(), pool.cpu()))
+    (wanted, theirs), (query, ours) = found
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}[dtype]
     torch.testing.assert_close(query, wanted, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

@@ -1,8 +1,6 @@
 """Digests made by the Triton kernel are those of xxhash, bit for bit; here in Triton's interpreter."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -131,25 +129,3 @@ async def test_a_reader_converts_what_it_has_checked_on_the_device() -> None:
         await ours.pull(order).done
     await ours.close()
     await theirs.close()
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from workers.ops.triton_digest import _digest
-names = ("pool_head", "first_head", "pool_layer", "first_layer", "pool_layers")
-for unit, words, slot, vectors in ((8, "*i64", 32, 2), (4, "*i32", 33, 1), (2, "*i16", 5, 2), (1, "*u8", 5, 1)):
-    kinds = {"memory": words, "table": "*i64", "digests": "*i64"} | dict.fromkeys(names, "i32")
-    fixed = {"SLOT": slot, "HALF": 16 * slot, "VECTORS": vectors, "UNIT": unit}
-    source = ASTSource(_digest, kinds | dict.fromkeys(fixed, "constexpr"), fixed)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
-    assert made.asm["cubin"]
-"""
-
-
-@pytest.mark.full
-def test_the_kernel_compiles_for_a_gpu() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    made = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120)
-    assert made.returncode == 0, made.stderr
