@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -75,7 +76,7 @@ def run_part(part: GPUPart, device: str, *, tiny: bool, limit_s: float) -> PartO
         figures_file, log_file = Path(folder) / "figures.json", Path(folder) / "log"
         command = [sys.executable, "-m", "benchmarks.gpu.run_part", part.name, device, str(figures_file)]
         command += ["--tiny"] if tiny else []
-        environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
+        environment = os.environ | {"PYTHONFAULTHANDLER": "1"} | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
         with log_file.open("w") as log:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -84,6 +85,9 @@ def run_part(part: GPUPart, device: str, *, tiny: bool, limit_s: float) -> PartO
                 code: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 code = None
+                _signal(process, signal.SIGABRT)  # the log ends with the stacks of all threads
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(2)
             finally:
                 _end(process)
         text = log_file.read_text(errors="replace")
@@ -97,9 +101,14 @@ def run_part(part: GPUPart, device: str, *, tiny: bool, limit_s: float) -> PartO
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, 9)  # its session: children that it left too
+    _signal(process, signal.SIGKILL)
     process.wait()
+
+
+def _signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """To its session: children that it left too."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 @click.command()

@@ -63,3 +63,4 @@ def test_a_part_that_fails_dies_or_hangs_is_an_outcome(body: str, error: str, mo
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [folder, *sys.path])))
         outcome = run_part(GPUPart("broken", 60.0), "cpu", tiny=True, limit_s=5.0 if "sleep" in body else 60.0)
     assert error in outcome.error and not outcome.figures
+    assert ("most recent call first" in outcome.log) == ("sleep" in body), outcome.log  # where it was cut off

@@ -59,7 +59,9 @@ class Hopper:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`copies`: widths in bytes of asynchronous copies to shared memory. `stack_bytes`: of a thread, for spills."""
+    """`copies`: widths in bytes of asynchronous copies to shared memory. `stack_bytes`: of a thread, for spills.
+    `fused`: the number of multiply-adds of float32, and whether ptxas may make more of them.
+    """
 
     case: str
     kernel: str
@@ -69,6 +71,7 @@ class Variant:
     stack_bytes: int
     copies: tuple[int, ...]
     has_wgmma: bool
+    fused: tuple[int, bool]
 
 
 def compiled(cases: Iterator[str]) -> Iterator[Variant]:
@@ -107,6 +110,7 @@ def _variant(case: str, kernel: Any) -> Variant:
     return Variant(
         case, kernel.name, metadata.num_warps, metadata.shared, int(numbers["REG"]), int(numbers["STACK"]),
         tuple(sorted({int(width, 16) for width in copies})), "wgmma" in ptx,
+        (ptx.count("fma.rn.f32"), metadata.enable_fp_fusion),
     )  # fmt: skip
 
 
@@ -118,17 +122,18 @@ def cases(*, all_shapes: bool) -> Iterator[str]:
     yield from _bytes_of_kv()
 
 
-HEADS = ((8, 4, 128), (2, 7, 64), (1, 8, 256), (3, 1, 40))  # kv_heads, group, head_dim
-MORE_HEADS = ((8, 8, 64), (8, 5, 128), (2, 16, 128), (1, 64, 64), (8, 2, 256), (4, 3, 96), (1, 1, 512), (32, 1, 80))
+HEADS = (  # kv_heads, group, head_dim
+    *((8, 4, 128), (2, 7, 64), (1, 8, 256), (3, 1, 40), (8, 8, 64), (8, 5, 128)),
+    *((2, 16, 128), (1, 64, 64), (8, 2, 256), (4, 3, 96), (1, 1, 512), (32, 1, 80)),
+)
 POOLS = (BF16, FP32, FP16, torch.int8, torch.float8_e4m3fn)
 
 
 def _attention(*, all_shapes: bool) -> Iterator[str]:
     """Decodes and a chunk; many decodes, whose spans are long; windows, soft caps and sinks."""
-    heads = HEADS + MORE_HEADS * all_shapes
-    for (kv_heads, group, dim), pool_dtype, plain in itertools.product(heads, POOLS, (True, False)):
-        if not (all_shapes or pool_dtype == BF16 or (plain and dim == 128)):
-            continue
+    some = [(HEADS[0], each, True) for each in POOLS] + [(HEADS[0], BF16, False), (HEADS[2], BF16, False)]
+    every = list(itertools.product(HEADS, POOLS, (True, False)))
+    for (kv_heads, group, dim), pool_dtype, plain in every if all_shapes else some:
         dtype = pool_dtype if pool_dtype in (BF16, FP16, FP32) else BF16
         pool = to_slots(torch.zeros(3, kv_heads, LAYERS, 2, SIZE, dim), pool_dtype)
         key, value = torch.zeros(2, 5, kv_heads, dim, dtype=dtype)
@@ -137,12 +142,14 @@ def _attention(*, all_shapes: bool) -> Iterator[str]:
             (0, None) if plain else (-8192 if dim == 128 else 100, torch.zeros(kv_heads * group, dtype=dtype))
         )
         scoring = Scoring(dim**-0.5, window, 0.0 if plain else 30.0, sinks)
-        for decodes, invariant in itertools.product((3, 400), (False, True)):
-            batch = _batch(decodes, 2 * triton_paged.LONG_SPLIT if decodes == 400 else 700)
-            query = torch.zeros(decodes + 40, kv_heads * group, dim, dtype=dtype)
-            triton_paged.attend(query, pool, 1, batch, scoring, invariant=invariant)
-        triton_paged.attend(query, pool, 1, _batch(400, 700), scoring)
-        yield f"{pool_dtype} KV, {kv_heads} x {group} heads of {dim}, {'plain' if plain else 'window, cap, sinks'}"
+        name = f"{pool_dtype} KV, {kv_heads} x {group} heads of {dim}, {'plain' if plain else 'window, cap, sinks'}"
+        few, many = (torch.zeros(rows + 40, kv_heads * group, dim, dtype=dtype) for rows in (3, 400))
+        triton_paged.attend(few, pool, 1, _batch(3, 700), scoring)
+        triton_paged.attend(many, pool, 1, _batch(400, 2 * triton_paged.LONG_SPLIT), scoring)
+        triton_paged.attend(many, pool, 1, _batch(400, 700), scoring)
+        yield name
+        triton_paged.attend(few, pool, 1, _batch(3, 700), scoring, invariant=True)
+        yield f"invariant, {name}"
 
 
 def _batch(decodes: int, context: int) -> RaggedBatch:
@@ -163,9 +170,7 @@ def _between_products(*, all_shapes: bool) -> Iterator[str]:
             for kind in range(3):
                 triton_fused.gated(x, kind)
             yield f"norms and gates of {size}, {dtype}"
-        for (kv_heads, group, dim), normed in itertools.product(
-            HEADS + MORE_HEADS if all_shapes else HEADS[:1], (True, False)
-        ):
+        for (kv_heads, group, dim), normed in itertools.product(HEADS if all_shapes else HEADS[:1], (True, False)):
             qkv = torch.zeros(5, kv_heads * (group + 2), dim, dtype=dtype)
             angles = torch.zeros(5, 1, dim // (2 if normed else 4), dtype=dtype)
             norm = torch.zeros(kv_heads * (group + 1), dim, dtype=dtype) if normed else None

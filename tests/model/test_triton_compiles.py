@@ -47,3 +47,14 @@ def test_slots_are_loaded_as_wide_as_they_are_aligned(variants: list[dict[str, A
     assert len(halves) >= 8 and all(16 in each["copies"] for each in halves)
     chunks = [each for each in halves if each["kernel"] == "_attend_chunk"]
     assert any(each["has_wgmma"] for each in chunks)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_invariant_attention_rounds_after_each_operation(variants: list[dict[str, Any]]) -> None:
+    """Else a score's product with the scale would be rounded where a mask follows, and not rounded where none does."""
+    halves = [each for each in variants if each["case"].startswith("invariant") and "float32" not in each["case"]]
+    assert {each["kernel"] for each in halves} == {"_attend_chunk", "_attend_span", "_merge_spans"}
+    assert all(each["fused"] == [0, False] for each in halves)
+    others = [each for each in variants if each["kernel"] == "_attend_chunk" and each not in halves]
+    assert all(each["fused"][0] for each in others)  # the check finds them

@@ -7,8 +7,11 @@ Runs on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
     prompt chunk            one program for all spans, which are longer; so is a decode, among many sequences
 
 The invariant variant computes a span by the same operations in both kernels, with as many rows, and merges states from
-left to right: a row's bits depend neither on its batch nor on how its prompt was cut. The other has fewer rows for a
-decode and more for a chunk. Sources: Dao et al., FlashAttention (2022); Flash-Decoding (2023).
+left to right: a row's bits depend neither on its batch nor on how its prompt was cut. It is compiled without fused
+multiply-adds: the compiler would fuse the scale of scores with what follows, but not where a mask lies between. The
+other has fewer rows for a decode and more for a chunk.
+
+Sources: Dao et al., FlashAttention (2022); Flash-Decoding (2023).
 """
 
 from dataclasses import dataclass
@@ -107,11 +110,11 @@ def attend(
             query, query.stride(0), query.stride(1), states, pool, starts, contexts, tables, tables.stride(0),
             layer, scale, softcap, **sizes, SPLIT=split,
             ROWS=max(min(tile.rows, most), triton.next_power_of_2(group)), KEYS=min(tile.keys, most),
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=not invariant,
         )  # fmt: skip
         _merge_spans[(heads, len(contexts))](
             states, output, starts, contexts, sinks, splits, HEAD_DIM=head_dim, WINDOW=scoring.window,
-            SPLIT=split, DIM=sizes["DIM"], SINKS=sinks is not None, num_warps=1,
+            SPLIT=split, DIM=sizes["DIM"], SINKS=sinks is not None, num_warps=1, enable_fp_fusion=not invariant,
         )  # fmt: skip
     for first, stop, longest, tile in runs:
         if first == stop:
@@ -123,7 +126,7 @@ def attend(
             sinks, layer, scale, softcap, **sizes, SPLIT=SPLIT, QUERIES=queries, WHOLE=not invariant,
             SINKS=sinks is not None,
             ROWS=max(min(tile.rows, most), triton.next_power_of_2(group)), KEYS=min(tile.keys, most),
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=not invariant,
         )  # fmt: skip
     return output
 

@@ -16,13 +16,14 @@ class GPUPart:
 
 
 PARTS = (
-    GPUPart("attention", 150, alone=False),
+    GPUPart("attention", 200, alone=False),
     GPUPart("deterministic", 150, alone=False),
     GPUPart("fused", 60, alone=False),
     GPUPart("models", 180, alone=False),
     GPUPart("adapters", 120, alone=False),
-    GPUPart("split", 90),
-    GPUPart("first_requests", 120),
+    GPUPart("split", 150),
+    GPUPart("first_requests", 180),
+    GPUPart("graph_memory", 90),
     GPUPart("limits", 30),
     GPUPart("decode", 60),
     GPUPart("ahead", 60),

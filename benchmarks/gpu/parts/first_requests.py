@@ -1,4 +1,7 @@
-"""A worker that has just become ready: no step of a request waits for Triton or captures a graph."""
+"""A worker that has just become ready: no step of a request waits for Triton or captures a graph.
+
+On a GPU the worker sizes its KV pool itself, so it fills the device.
+"""
 
 import asyncio
 import os
@@ -14,7 +17,8 @@ from benchmarks.gpu.model_folder import LLAMA_1B, write_model
 from benchmarks.gpu.plans import mixed
 from benchmarks.gpu.served import SHARED_MEMORY
 from kvtransfer.open import RESERVED_BLOCKS
-from workers.config import EngineConfig, TransferConfig, WorkerConfig
+from workers.config import ByteSize, CacheConfig, EngineConfig, TransferConfig, WorkerConfig
+from workers.executor.kv_pool import memory_of
 from workers.executor.opening import open_solo
 from workers.model.folder import ModelFolder
 
@@ -47,14 +51,22 @@ async def _measured(model: Path, device: torch.device, dtype: str, *, determinis
         compiled.append(str(given.get("repr")))
 
     knobs.runtime.jit_post_compile_hook = note
+    on_gpu = device.type == "cuda"
     sizes = EngineConfig(
-        kv_blocks=BLOCKS, max_running=64, device=str(device), dtype=dtype, deterministic=deterministic, threads=1
+        kv_blocks=0 if on_gpu else BLOCKS,
+        max_running=64,
+        device=str(device),
+        dtype=dtype,
+        deterministic=deterministic,
+        threads=1,
     )
-    transfer = TransferConfig(("cuda_ipc",) if device.type == "cuda" else ("tcp",), host="127.0.0.1")
-    config = WorkerConfig("first", "first", str(model), sizes, transfer=transfer, secret="of this part")
+    transfer = TransferConfig(("cuda_ipc",) if on_gpu else ("tcp",), host="127.0.0.1")
+    cache = CacheConfig(host=ByteSize(0))  # to pin a large one takes seconds
+    config = WorkerConfig("first", "first", str(model), sizes, transfer=transfer, cache=cache, secret="of this part")
     begun_s = time.monotonic()
     executor = await open_solo(config, ModelFolder("first", model), "first-1")
     ready_s, before = time.monotonic() - begun_s, len(compiled)
+    free_bytes, total_bytes = memory_of(device)
     try:
         plans = list(mixed(STEPS, range(RESERVED_BLOCKS, BLOCKS), sizes.block_size))
         first, again = [[(await executor.execute(plan)).seconds for plan in plans] for _ in range(2)]
@@ -65,6 +77,7 @@ async def _measured(model: Path, device: torch.device, dtype: str, *, determinis
     return {
         "ready_s": ready_s,
         "variants_of_kernels": before,
+        "used_share_of_memory": 1 - free_bytes / total_bytes,
         "longest_first_step_ms": 1e3 * max(first),
         "median_step_ms": 1e3 * statistics.median(again),
     }
