@@ -20,6 +20,8 @@ def generate(target: Path = ROOT) -> list[Path]:
         command = [sys.executable, "-m", "grpc_tools.protoc", *includes, *outputs, str(source)]
         if subprocess.run(command, check=False).returncode != 0:
             raise RuntimeError(f"protoc failed on {source}; see its output above")
+    for path in target.glob("diptych/v1/*_pb2_grpc.py"):  # the rest is grpc's experimental API without stubs
+        path.write_text(path.read_text().partition("\n\n # This class is part of an EXPERIMENTAL API.")[0])
     return sorted(target.glob("diptych/v1/*_pb2*.py*"))
 
 
