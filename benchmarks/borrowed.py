@@ -17,8 +17,8 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.bundle_reader import BundleReader
 from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
+from benchmarks.outputs_reader import OutputsReader
 from benchmarks.shutdown import wait_for_shutdown
 from benchmarks.timed_request import random_prompt
 from cluster.offline.load.processes import Child
@@ -49,10 +49,10 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
 async def _measure(rounds: int, lender: PeerAddress, progress: Progress) -> BenchmarkPart:
     taken: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     async with AsyncExitStack() as stack:
-        borrowers: dict[str, tuple[Worker, BundleReader]] = {}
+        borrowers: dict[str, tuple[Worker, OutputsReader]] = {}
         for name, share in POOLS.items():
             worker = await _open(stack, name, max(int((PROMPT + ANSWER) * share), 4 * SPAN))
-            borrowers[name] = worker, await BundleReader.open(worker, "bench")
+            borrowers[name] = worker, await OutputsReader.open(worker, "bench")
             stack.push_async_callback(borrowers[name][1].close)
         draw = random.Random(0)
         for number in range(rounds):
@@ -88,7 +88,7 @@ async def _open(stack: AsyncExitStack, name: str, num_tokens: int) -> Worker:
 
 
 async def _run(
-    worker: Worker, reader: BundleReader, lender: PeerAddress, prompt: tuple[int, ...], number: int
+    worker: Worker, reader: OutputsReader, lender: PeerAddress, prompt: tuple[int, ...], number: int
 ) -> tuple[float, float, float]:
     """Seconds to the first token, the median for each later one, and the share of the KV that the lender had."""
     sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=ANSWER, ignore_eos=True)

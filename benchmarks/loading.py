@@ -28,7 +28,7 @@ from workers.engine.store_tiers import READS_AT_ONCE
 from workers.executor.opening import open_rank
 from workers.executor.rank import Rank
 from workers.model.store import resolve
-from workers.request import Bundle, Request, SamplingParams, TokensOut
+from workers.request import EngineOutputs, Request, SamplingParams, TokensOut
 from workers.stats import TierStats
 from workers.worker import Worker
 
@@ -144,8 +144,8 @@ class LoadingBench:
         self._number = 0
         self._first = asyncio.Event()
 
-    def take(self, bundle: Bundle) -> None:
-        if any(isinstance(each, TokensOut) for each in bundle.outputs):
+    def take(self, message: EngineOutputs) -> None:
+        if any(isinstance(each, TokensOut) for each in message.outputs):
             self._first.set()
 
     async def ask(self, prompt: tuple[int, ...], tenant: str = "") -> float:

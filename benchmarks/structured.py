@@ -21,7 +21,7 @@ from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.executor.opening import open_rank
 from workers.model.grammar import has_grammars
 from workers.model.store import resolve
-from workers.request import Bundle, Grammar, Request, SamplingParams, TokensOut
+from workers.request import EngineOutputs, Grammar, Request, SamplingParams, TokensOut
 from workers.worker import Worker
 
 ROUNDS = 5
@@ -105,9 +105,9 @@ class _Streams:
         self._ended = asyncio.Event()
         self._times: list[float] = []
 
-    def take(self, bundle: Bundle) -> None:
-        tokens = [each for each in bundle.outputs if isinstance(each, TokensOut)]
-        assert len(tokens) == len(bundle.outputs), f"{bundle.outputs} instead of tokens"
+    def take(self, message: EngineOutputs) -> None:
+        tokens = [each for each in message.outputs if isinstance(each, TokensOut)]
+        assert len(tokens) == len(message.outputs), f"{message.outputs} instead of tokens"
         self._times.append(time.perf_counter())
         self._num_tokens += sum(len(each.tokens) for each in tokens)
         self._left -= sum(each.finish is not None for each in tokens)

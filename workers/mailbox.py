@@ -1,4 +1,4 @@
-"""The outputs for one subscriber until they are sent: everything since the last bundle goes into the next one.
+"""The outputs for one subscriber until they are sent: everything since the last message goes into the next one.
 
 Owned by a Worker; knows no transport. Its size is bounded by the tokens of the subscriber's requests.
 """

@@ -303,8 +303,8 @@ class FailedOut(Struct, frozen=True, gc=False, tag=True):
 Output = TokensOut | TicketOut | HeadOut | FetchedOut | FailedOut
 
 
-class Bundle(Struct, frozen=True, gc=False):
-    """The outputs of one worker for one subscriber since the last bundle; without outputs, a heartbeat."""
+class EngineOutputs(Struct, frozen=True, gc=False):
+    """The outputs of one worker for one subscriber since the last message; without outputs, a heartbeat."""
 
     outputs: tuple[Output, ...]
     stats: WorkerStats

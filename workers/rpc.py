@@ -1,7 +1,7 @@
 """A worker's calls over one connection: the protocol, and the caller's end. `workers.rpc_server` is the other end.
 
     call        ──>  the methods of `Worker`, many at once
-    subscribe   ──>  a call that lasts; until it ends, bundles of outputs come back as messages
+    subscribe   ──>  a call that lasts; until it ends, outputs come back as messages
 
 The frames are those of `kvtransfer.rpc`. A session belongs to one incarnation of a worker, and survives a reconnect.
 Knows no runtime: whoever starts the worker tells callers its host and port.
@@ -28,7 +28,7 @@ from kvtransfer.rpc.session import SessionStream, SessionTarget
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.errors import WorkerClosed, WorkerError
 from workers.kv_events import KVEvents
-from workers.request import Bundle, Request, Reservation
+from workers.request import EngineOutputs, Request, Reservation
 
 MAX_CALLS = 1 << 14  # of one caller, unanswered; each request has a few
 MAX_FRAME_BYTES = 256 << 20  # a prompt takes five bytes a token, a whole cache's events nine a block
@@ -69,7 +69,7 @@ CALLS: dict[str, type[msgspec.Struct]] = {
 WORKER_PROTOCOL = RpcProtocol(
     name="worker",
     calls={CALLS[name]: result for name, (_, result) in METHODS.items()},
-    messages=(Bundle,),
+    messages=(EngineOutputs,),
     errors=(workers.errors, kvtransfer.errors, AssertionError),
     other_error=WorkerError,
     lost_error=WorkerClosed,
@@ -82,14 +82,14 @@ class WorkerConnection:
     """A session with one incarnation of a worker, over a Unix socket on one host and TCP between hosts. `close` it.
 
     It survives a lost connection if the next one is made within `RESUME_S`. Calls on a lost session raise `lost`.
-    `on_bundle` gets the bundles of the subscription.
+    `on_outputs` gets the messages of the subscription.
     """
 
     def __init__(
-        self, stream: SessionStream, name: str, lost: type[Exception], on_bundle: Callable[[Bundle], object]
+        self, stream: SessionStream, name: str, lost: type[Exception], on_outputs: Callable[[EngineOutputs], object]
     ) -> None:
         protocol = replace(WORKER_PROTOCOL, lost_error=lost)
-        self._connection = RpcConnection(stream, protocol, name, on_message=on_bundle)
+        self._connection = RpcConnection(stream, protocol, name, on_message=on_outputs)
         self._running = asyncio.ensure_future(self._connection.run())
 
     @classmethod
@@ -101,7 +101,7 @@ class WorkerConnection:
         secret: bytes,
         incarnation: str,
         lost: type[Exception],
-        on_bundle: Callable[[Bundle], object],
+        on_outputs: Callable[[EngineOutputs], object],
     ) -> "WorkerConnection":
         """Raises a `TransferError` that says why it is not admitted, OSError, EOFError or TimeoutError."""
         session = uuid.uuid4().hex
@@ -117,7 +117,7 @@ class WorkerConnection:
                     raise
 
         stream, _ = await connect(0, 0)
-        return cls(SessionStream(stream, RESUME_S, connect), name, lost, on_bundle)
+        return cls(SessionStream(stream, RESUME_S, connect), name, lost, on_outputs)
 
     def call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> "asyncio.Future[Any]":
         """What the worker's method returns or raises, or TimeoutError."""

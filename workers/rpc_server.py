@@ -12,7 +12,7 @@ from kvtransfer.rpc.connection import RpcConnection
 from kvtransfer.rpc.frames import FrameStream
 from kvtransfer.rpc.listener import RpcListener
 from kvtransfer.rpc.session import SessionStream, SessionTarget
-from workers.request import Bundle
+from workers.request import EngineOutputs
 from workers.rpc import WORKER_PROTOCOL, socket_name
 from workers.worker import Worker
 
@@ -66,13 +66,13 @@ class WorkerRpcServer:
         """Serve until the session ends: its caller closes it, or stays away for `ABSENT_S`."""
         session = self._sessions[name] = SessionStream(first, ABSENT_S)
 
-        def on_bundle(bundle: Bundle) -> None:
-            connection.notify(bundle)
+        def on_outputs(message: EngineOutputs) -> None:
+            connection.notify(message)
 
         async def on_call(request: msgspec.Struct) -> Any:
             method, args = type(request).__name__, msgspec.structs.astuple(request)
             if method == "subscribe":
-                return await self._worker().subscribe(args[0], on_bundle, session.drain)
+                return await self._worker().subscribe(args[0], on_outputs, session.drain)
             return await getattr(self._worker(), method)(*args)
 
         connection = RpcConnection(session, WORKER_PROTOCOL, f"the caller at {first.peer_host}", on_call=on_call)

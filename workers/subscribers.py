@@ -1,4 +1,4 @@
-"""The subscribers of one worker: which of them gets the outputs of which request, and the bundles sent to each.
+"""The subscribers of one worker: which of them gets the outputs of which request, and the messages sent to each.
 
 Knows no engine and no connection.
 """
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from diptych.clock import now_s
 from workers.errors import WorkerError
 from workers.mailbox import Mailbox
-from workers.request import Bundle, LateReader, Output, Request
+from workers.request import EngineOutputs, LateReader, Output, Request
 from workers.stats import WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Subscribers:
     async def serve(
         self,
         name: str,
-        on_bundle: Callable[[Bundle], object],
+        on_outputs: Callable[[EngineOutputs], object],
         room: Callable[[], Awaitable[object]] | None,
         late: LateReader | None,
         beat: Callable[[], object],
@@ -78,7 +78,7 @@ class Subscribers:
         self._num_remote += room is not None
         try:
             while True:
-                on_bundle(Bundle(outputs, self._stats()))
+                on_outputs(EngineOutputs(outputs, self._stats()))
                 if room is not None:
                     mailbox.sending_since_s = now_s()
                     await room()

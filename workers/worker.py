@@ -38,7 +38,7 @@ from workers.engine.step_timing import measure
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
 from workers.kv_events import KVEvents
 from workers.log_fields import log_request
-from workers.request import Bundle, FailedOut, LateReader, Output, Request, Reservation, TicketOut
+from workers.request import EngineOutputs, FailedOut, LateReader, Output, Request, Reservation, TicketOut
 from workers.stats import WorkerInfo, WorkerStats
 from workers.subscribers import Subscribers
 from workers.transfer.kv_borrower import KVBorrower
@@ -340,13 +340,13 @@ class Worker:
     async def subscribe(
         self,
         subscriber: str,
-        on_bundle: Callable[[Bundle], object],
+        on_outputs: Callable[[EngineOutputs], object],
         room: Callable[[], Awaitable[object]] | None = None,
         late: LateReader | None = None,
     ) -> None:
-        """Send the outputs of this subscriber's requests, at most one bundle a step, and heartbeats between them.
+        """Send the outputs of this subscriber's requests, at most one message a step, and heartbeats between them.
 
-        Runs until it is cancelled or the worker ends, and ends the requests. `room` returns when another bundle may be
+        Runs until it is cancelled or the worker ends, and ends the requests. `room` returns when another message may be
         sent; meanwhile outputs are merged. `late` gets the tokens of steps that run as one. Raises `WorkerError` for a
         name in use, or when there was no room for `SUBSCRIBER_TIMEOUT_S`, and the errors of all calls.
         """
@@ -356,9 +356,9 @@ class Worker:
             if late is not None and self._multi_step.reports_to(late):  # the steps are its heartbeat
                 late.on_late_heartbeat()
             else:
-                on_bundle(Bundle((), self._stats()))
+                on_outputs(EngineOutputs((), self._stats()))
 
-        await self._subscribers.serve(subscriber, on_bundle, room, late, beat)
+        await self._subscribers.serve(subscriber, on_outputs, room, late, beat)
 
     async def connect(self, peer: PeerAddress) -> LinkReport:
         """Preflight: connect to an owner, move one real block with its digest, measure. Errors: `TransferError`."""

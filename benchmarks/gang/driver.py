@@ -15,15 +15,15 @@ from typing import Literal
 
 import msgspec
 
-from benchmarks.bundle_reader import BundleReader
 from benchmarks.engine.drivers.protocol import MARK, READY
 from benchmarks.gang.plan_times import PlanRecorder, PlanTime
 from benchmarks.gang.plans import PLANS
 from benchmarks.gang.rank_process import ProcessRanks, compute_nothing
+from benchmarks.outputs_reader import OutputsReader
 from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
-from workers.request import Bundle, FailedOut, Request, SamplingParams, TokensOut
+from workers.request import EngineOutputs, FailedOut, Request, SamplingParams, TokensOut
 from workers.worker import Worker
 
 KV_BLOCKS = 1024
@@ -69,7 +69,7 @@ class Driver:
 
     async def start(self) -> None:
         self._worker: Worker = await self._server.open()
-        self._reader = await BundleReader.open(self._worker, SUBSCRIBER)
+        self._reader = await OutputsReader.open(self._worker, SUBSCRIBER)
 
     async def close(self) -> None:
         await self._reader.close()
@@ -110,8 +110,8 @@ class Driver:
         plans = self._recorder.plans[first - 1 :]
         for key in keys:
             await self._worker.cancel(key)
-        while (await self._bundle()).stats.running:
-            continue  # wait for running steps; a bundle has output or is a heartbeat
+        while (await self._next()).stats.running:
+            continue  # wait for running steps; a message has outputs or is a heartbeat
         return plans
 
     async def _submit(self, prompt_tokens: int, num_tokens: int) -> str:
@@ -123,15 +123,15 @@ class Driver:
         return request.key
 
     async def _tokens(self) -> Counter[str]:
-        """How many tokens each sequence got, from the next bundle."""
+        """How many tokens each sequence got, from the next message."""
         given: Counter[str] = Counter()
-        for output in (await self._bundle()).outputs:
+        for output in (await self._next()).outputs:
             assert not isinstance(output, FailedOut), output.reason
             if isinstance(output, TokensOut):
                 given[output.key] += len(output.tokens)
         return given
 
-    async def _bundle(self) -> Bundle:
+    async def _next(self) -> EngineOutputs:
         return await self._reader.next()
 
 

@@ -16,7 +16,7 @@ from cluster.runtime.rpc_stub import RpcAddress, RpcStub
 from kvtransfer.ticket import TransferReport
 from workers.build import build_worker
 from workers.config import WorkerConfig
-from workers.request import Bundle, FailedOut, FetchedOut, Output, Request, TicketOut, TokensOut
+from workers.request import EngineOutputs, FailedOut, FetchedOut, Output, Request, TicketOut, TokensOut
 from workers.rpc_server import WorkerRpcServer
 
 HOST = "127.0.0.1"
@@ -227,6 +227,6 @@ class Caller:
         outputs = self._outputs[request.key] = asyncio.Queue()
         return request, outputs
 
-    def _take(self, bundle: Bundle) -> None:
-        for output in bundle.outputs:
+    def _take(self, message: EngineOutputs) -> None:
+        for output in message.outputs:
             self._outputs[output.key].put_nowait(output)

@@ -24,7 +24,7 @@ from diptych.watchdog import patient_timeout
 from kvtransfer.errors import TransferError, TransportUnavailable
 from workers.config import WorkerConfig
 from workers.errors import ModelError, WorkerError
-from workers.request import Bundle
+from workers.request import EngineOutputs
 from workers.stats import WorkerInfo, WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -250,9 +250,9 @@ class ReplicaManager:
         """Take its heartbeats until it dies. The controller has no requests, so it gets no outputs."""
         async with patient_timeout(self.order.dead_after_s, shares_ticks=True) as silence:
 
-            def on_heartbeat(bundle: Bundle) -> None:
+            def on_heartbeat(message: EngineOutputs) -> None:
                 silence.reset()
-                self._take(bundle.stats)
+                self._take(message.stats)
 
             await stub.subscribe(f"controller-{uuid.uuid4().hex[:12]}", on_heartbeat)
 

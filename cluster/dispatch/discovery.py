@@ -136,7 +136,7 @@ class WorkerDiscovery:
             return structs.replace(worker, age_s=now_s - self._heard_s.get(worker.name, now_s))
         if client.view.incarnation != worker.incarnation:
             return worker
-        return structs.replace(worker, age_s=now_s - client.last_bundle_s)
+        return structs.replace(worker, age_s=now_s - client.last_outputs_s)
 
     def capacity(self) -> ServingCapacity:
         """What the current members can hold."""
@@ -219,7 +219,7 @@ class WorkerDiscovery:
                 self._background.start(client.close())
                 del self.clients[name]
                 self._sent.pop(name, None)
-                self._heard_s[name] = client.last_bundle_s
+                self._heard_s[name] = client.last_outputs_s
                 if self._caches is not None:
                     self._caches.forget(name)
             is_ready = member is not None and member.handle is not None and member.view.state is WorkerState.READY

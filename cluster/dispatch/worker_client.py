@@ -19,7 +19,7 @@ from cluster.runtime.runtime_errors import WorkerGone
 from diptych.view import WorkerState, WorkerView
 from diptych.watchdog import Watchdog
 from workers.errors import WorkerError
-from workers.request import Bundle, LateSource, Output, TokensOut
+from workers.request import EngineOutputs, LateSource, Output, TokensOut
 from workers.stats import WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class WorkerClient:
         self._handlers: dict[str, OnMessage] = {}
         self._source: LateSource | None = None
         self._loop = asyncio.get_running_loop()
-        self.last_bundle_s = self._loop.time()
+        self.last_outputs_s = self._loop.time()
         self._silence = Watchdog(silence_s, self._on_silence, shares_ticks=True)
         self._listening = asyncio.ensure_future(self._listen())
 
@@ -161,7 +161,7 @@ class WorkerClient:
 
     async def _listen(self) -> None:
         try:
-            await self.handle.subscribe(self.subscriber, self._on_bundle, late=self)
+            await self.handle.subscribe(self.subscriber, self._on_outputs, late=self)
         except (WorkerGone, WorkerError) as error:
             self.give_up(f"{type(error).__name__}: {error}")
         except Exception as error:
@@ -169,10 +169,10 @@ class WorkerClient:
         finally:
             self._silence.close()
 
-    def _on_bundle(self, bundle: Bundle) -> None:
+    def _on_outputs(self, message: EngineOutputs) -> None:
         if self.lost is None:
             try:
-                self._take(bundle)
+                self._take(message)
             except Exception as error:
                 self._failed(error)
 
@@ -180,19 +180,19 @@ class WorkerClient:
         logger.error("the outputs of worker %s", self.name, exc_info=error)
         self.give_up(f"unexpected {type(error).__name__}: {error}")
 
-    def _take(self, bundle: Bundle) -> None:
+    def _take(self, message: EngineOutputs) -> None:
         if not self.has_answered:
             self.has_answered = True
             self.touched()  # even if its statistics are those of the membership
             self._changed()
-        self._heard(bundle.stats, self._loop.time())
+        self._heard(message.stats, self._loop.time())
         if self._cache is not None:
-            self._cache.on_stats(bundle.stats.cache_number)
-        self._route(bundle.outputs)
+            self._cache.on_stats(message.stats.cache_number)
+        self._route(message.outputs)
 
     def _heard(self, stats: WorkerStats, at_s: float) -> None:
         self._silence.reset()
-        self.last_bundle_s = at_s
+        self.last_outputs_s = at_s
         if stats is not self.stats:  # an idle worker's are the same
             self.stats = stats
             self.touched()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
 from kvtransfer.errors import TransferError
-from workers.request import Bundle, LateReader
+from workers.request import EngineOutputs, LateReader
 from workers.rpc import CONNECT_S, METHODS, WorkerConnection
 
 CALL_TIMEOUT_S = 10.0
@@ -38,7 +38,7 @@ class RpcStub:
         self.name = name
         self._incarnation = incarnation
         self._locate = locate
-        self._on_bundle: Callable[[Bundle], object] = _ignore
+        self._on_outputs: Callable[[EngineOutputs], object] = _ignore
         self._opening: asyncio.Task[WorkerConnection] | None = None
         self._connection: WorkerConnection | None = None  # once it is open
         self._closed = False
@@ -56,15 +56,15 @@ class RpcStub:
             await opening.result().close()
 
     async def subscribe(
-        self, subscriber: str, on_bundle: Callable[[Bundle], object], *, late: LateReader | None = None
+        self, subscriber: str, on_outputs: Callable[[EngineOutputs], object], *, late: LateReader | None = None
     ) -> None:
         """Once for each stub. The caller watches for silence: this call has no timeout."""
-        self._on_bundle = on_bundle
+        self._on_outputs = on_outputs
         try:
             connection = await self._connected()
             await connection.subscribe(subscriber)
         finally:
-            self._on_bundle = _ignore
+            self._on_outputs = _ignore
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         """The other methods; `WorkerStub` has their types."""
@@ -100,7 +100,7 @@ class RpcStub:
                 secret,
                 self._incarnation,
                 WorkerGone,
-                lambda bundle: self._on_bundle(bundle),
+                lambda message: self._on_outputs(message),
             )
         except TimeoutError:
             raise NoAnswer(f"no connection within {CONNECT_S:.1f} s") from None
@@ -110,5 +110,5 @@ class RpcStub:
             raise WorkerGone(DISCONNECTED) from None
 
 
-def _ignore(bundle: Bundle) -> None:
+def _ignore(message: EngineOutputs) -> None:
     """Nobody listens."""

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.bundle_reader import BundleReader
+from benchmarks.outputs_reader import OutputsReader
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import TransferReport
 from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
-from workers.request import Bundle, FailedOut, FetchedOut, Output, Request, TicketOut, TokensOut
+from workers.request import EngineOutputs, FailedOut, FetchedOut, Output, Request, TicketOut, TokensOut
 from workers.worker import Worker
 
 ANSWER_S = 60.0
@@ -74,8 +74,8 @@ class Legs:
                 each.cancel()
             await asyncio.gather(*subscribing, return_exceptions=True)
 
-    def _take(self, bundle: Bundle) -> None:
-        for output in bundle.outputs:
+    def _take(self, message: EngineOutputs) -> None:
+        for output in message.outputs:
             self._told[output.key].put_nowait(output)
 
     async def _move(self, request: Request) -> Moved:
@@ -106,7 +106,7 @@ class Legs:
 async def colocated(worker: Worker, requests: Sequence[Request]) -> list[tuple[int, ...]]:
     """The requests' tokens from one worker alone."""
     name = "colocated"
-    reader = await BundleReader.open(worker, name)
+    reader = await OutputsReader.open(worker, name)
     named = [replace(request, reply_to=name) for request in requests]
     tokens: dict[str, list[int]] = {request.key: [] for request in named}
     await asyncio.gather(*(worker.generate(request) for request in named))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.bundle_reader import BundleReader
+from benchmarks.outputs_reader import OutputsReader
 from cluster.dispatch.message_queue import LIVENESS_S
 from cluster.events import Event, Unservable
 from cluster.offline.sim import clock
@@ -88,7 +88,7 @@ def test_a_cancelled_request_ends_pending_calls() -> None:
     async def scene() -> None:
         async with opened() as subject:
             worker = subject.workers["decode-0"]
-            reader = await BundleReader.open(worker, "me")
+            reader = await OutputsReader.open(worker, "me")
             await worker.generate(replace(request("a", 50, max_tokens=100), reply_to="me"))
             await reader.next()
             await worker.cancel("a/0")
@@ -142,8 +142,8 @@ def test_a_gateway_that_was_silent_too_long_gets_an_error(monkeypatch: pytest.Mo
     """A stopped process: the worker ends what it had, and the gateway, once it goes on, learns that and recovers."""
     has_room, subscribe = asyncio.Event(), Worker.subscribe
 
-    async def with_room(self: Worker, subscriber: str, on_bundle, late=None):
-        await subscribe(self, subscriber, on_bundle, has_room.wait)
+    async def with_room(self: Worker, subscriber: str, on_outputs, late=None):
+        await subscribe(self, subscriber, on_outputs, has_room.wait)
 
     async def scene() -> None:
         has_room.set()
@@ -172,7 +172,7 @@ def test_requests_need_a_subscriber_and_end_with_its_subscription() -> None:
             asked = replace(request("a", 50, max_tokens=2000), reply_to="me")
             with pytest.raises(WorkerError, match="me gets the outputs and has not subscribed"):
                 await worker.generate(asked)
-            reader = await BundleReader.open(worker, "me")
+            reader = await OutputsReader.open(worker, "me")
             with pytest.raises(WorkerError, match="me subscribed before; choose another name"):
                 await worker.subscribe("me", print)
             with pytest.raises(InvalidRequest):

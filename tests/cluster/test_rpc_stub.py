@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.bundle_reader import BundleReader
+from benchmarks.outputs_reader import OutputsReader
 from cluster.runtime.interface import WorkerStub
 from cluster.runtime.rpc_stub import RpcAddress, RpcStub
 from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
@@ -47,7 +47,7 @@ def stub(server: WorkerServer, address: RpcAddress, incarnation: str = "") -> Rp
     return RpcStub("w", incarnation or server.incarnation, locate)
 
 
-async def answer(reader: BundleReader, key: str) -> tuple[int, ...]:
+async def answer(reader: OutputsReader, key: str) -> tuple[int, ...]:
     tokens: tuple[int, ...] = ()
     while True:
         for output in (await reader.next()).outputs:
@@ -62,7 +62,7 @@ async def test_calls_and_outputs_are_those_of_the_worker() -> None:
         remote = stub(server, address)
         worker = cast(WorkerStub, remote)
         await asyncio.gather(*(worker.holds(f"none-{n}") for n in range(100)))  # one connection, many calls
-        reader = await BundleReader.open(worker, "test")
+        reader = await OutputsReader.open(worker, "test")
         await worker.generate(request("a", (1, 2, 3), max_tokens=9))
         assert len(await answer(reader, "a/0")) == 9
         assert not await worker.holds("a/0")
@@ -76,7 +76,7 @@ async def test_calls_and_outputs_are_those_of_the_worker() -> None:
 async def test_a_connection_that_breaks_again_and_again_loses_and_doubles_no_token() -> None:
     async with served() as (server, rpc, address):
         remote: Any = stub(server, address)
-        reader = await BundleReader.open(remote, "test")
+        reader = await OutputsReader.open(remote, "test")
         wanted = [request(f"r{n}", (n + 1, 2, 3), max_tokens=60) for n in range(12)]
         outputs: dict[str, list[TokensOut]] = {each.key: [] for each in wanted}
         calls = [asyncio.ensure_future(remote.generate(each)) for each in wanted]
@@ -108,7 +108,7 @@ async def test_a_connection_that_breaks_again_and_again_loses_and_doubles_no_tok
 async def test_errors_arrive_with_their_class_and_arguments() -> None:
     async with served() as (server, _, address):
         remote: Any = stub(server, address)
-        reader = await BundleReader.open(remote, "test")
+        reader = await OutputsReader.open(remote, "test")
         with pytest.raises(InvalidRequest, match="prompt: is empty") as invalid:
             await remote.generate(request("a", ()))
         assert invalid.value.field == "prompt"
@@ -140,7 +140,7 @@ async def test_errors_arrive_with_their_class_and_arguments() -> None:
 async def test_a_worker_that_ends_is_noticed_by_the_calls_that_wait() -> None:
     async with served() as (server, rpc, address):
         remote: Any = stub(server, address)
-        reader = await BundleReader.open(remote, "me")
+        reader = await OutputsReader.open(remote, "me")
         await rpc.close()
         with pytest.raises(WorkerGone):
             async with asyncio.timeout(30.0):
@@ -172,7 +172,7 @@ async def test_a_port_that_nobody_listens_on_and_a_call_without_an_answer(monkey
             with pytest.raises(WorkerGone, match="its process ended, or cannot be reached"):
                 await remote.holds("a")
         remote = stub(server, address)
-        await BundleReader.open(remote, "test")
+        await OutputsReader.open(remote, "test")
         await remote.reserve(request("a", tuple(range(1, 240))), 1.0)
         monkeypatch.setattr("cluster.runtime.rpc_stub.CALL_TIMEOUT_S", -4.9)
         with pytest.raises(NoAnswer, match=r"no answer within 0\.1 s"):

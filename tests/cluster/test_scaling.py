@@ -74,7 +74,7 @@ async def begun(subject: Cluster, count: int, max_tokens: int) -> list["asyncio.
 
 
 async def known_empty(controller: Controller) -> None:
-    """Wait until the controller has heard that nobody has work: statistics come with the next bundle."""
+    """Wait until the controller has heard that nobody has work: statistics come with the next message."""
     async with asyncio.timeout(20):
         while not all(is_empty(each.stats) for each in controller.view().workers):
             await asyncio.sleep(0.02)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bundle_reader import BundleReader
+from benchmarks.outputs_reader import OutputsReader
 from cluster.events import Delta, Event
 from cluster.spec import ClusterSpec
 from tests.cluster.local import Cluster, cluster, completed, generate, split_spec
@@ -72,7 +72,7 @@ async def test_a_cached_prompt_gives_the_same_answer(spec: ClusterSpec) -> None:
 async def alone(subject: Cluster, name: str) -> Answer:
     """The first request's answer from the decode worker alone."""
     worker = subject.workers["decode-0"]
-    reader = await BundleReader.open(worker, name)
+    reader = await OutputsReader.open(worker, name)
     outputs: list[TokensOut] = []
     await worker.generate(replace(FIRST, id=name, reply_to=name))
     while not outputs or outputs[-1].finish is None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import workers.executor.rank as rank_module
-from benchmarks.bundle_reader import BundleReader
+from benchmarks.outputs_reader import OutputsReader
 from diptych.clock import now_s
 from kvtransfer.open import SharedMemory
 from kvtransfer.transport import PullOrder
@@ -78,7 +78,7 @@ async def test_no_block_is_ready_before_the_device_has_written_it(tiny: ModelFol
         return device.under(await open_solo(given, tiny, incarnation, SharedMemory()))
 
     worker = await WorkerServer(setting, open_slow).open()
-    reader = await BundleReader.open(worker, "gateway")
+    reader = await OutputsReader.open(worker, "gateway")
     await worker.prefill(Request("a", PROMPT, SamplingParams(temperature=0, seed=0), reply_to="gateway"))
     for chunk in range(3):
         written = await device.next_wait()
@@ -188,7 +188,7 @@ async def test_heartbeats_go_out_while_a_step_computes(tiny: ModelFolder, monkey
 
     worker = await WorkerServer(setting, open_executor, heartbeat_s=0.01).open()
     monkeypatch.setattr(rank_module, "compute", slow)
-    reader = await BundleReader.open(worker, "gateway")
+    reader = await OutputsReader.open(worker, "gateway")
     await worker.generate(Request("a", PROMPT, SamplingParams(temperature=0, seed=0, max_tokens=1), reply_to="gateway"))
     async with asyncio.timeout(DEADLINE_S):
         assert await asyncio.to_thread(computing.wait, DEADLINE_S)

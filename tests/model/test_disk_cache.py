@@ -30,7 +30,7 @@ from workers.kv_store.slab import Slab
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.kv_layers import kv_layout
-from workers.request import Bundle, Request, SamplingParams, TokensOut
+from workers.request import EngineOutputs, Request, SamplingParams, TokensOut
 from workers.worker import Worker
 
 WAIT_S = 60.0
@@ -82,8 +82,8 @@ class Client:
     cached_tokens: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def take(self, bundle: Bundle) -> None:
-        for each in bundle.outputs:
+    def take(self, message: EngineOutputs) -> None:
+        for each in message.outputs:
             assert isinstance(each, TokensOut), each
             self.tokens += each.tokens
             self.cached_tokens = max(self.cached_tokens, each.cached_tokens)

@@ -10,11 +10,11 @@ from collections import Counter
 from dataclasses import fields
 from typing import Any
 
-from benchmarks.bundle_reader import BundleReader
 from benchmarks.engine.drivers.protocol import EngineDriverConfig, PhaseTimer, Task, driver_config, serve
+from benchmarks.outputs_reader import OutputsReader
 from workers.build import build_worker
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
-from workers.request import Bundle, FailedOut, Request, SamplingParams, TokensOut
+from workers.request import EngineOutputs, FailedOut, Request, SamplingParams, TokensOut
 from workers.worker import Worker
 
 SUBSCRIBER = "bench"
@@ -45,7 +45,7 @@ class DiptychWorker:
         self._runner = asyncio.Runner()
         self.worker: Worker = self._runner.run(build_worker(config).open())
         self._numbers = itertools.count()
-        self._reader: BundleReader = self._runner.run(BundleReader.open(self.worker, SUBSCRIBER))
+        self._reader: OutputsReader = self._runner.run(OutputsReader.open(self.worker, SUBSCRIBER))
 
     def measure(self, task: Task) -> list[tuple[float, float]]:
         if not task.steps:
@@ -103,10 +103,10 @@ class DiptychWorker:
         return request.key
 
     async def _tokens(self) -> Counter[str]:
-        """How many tokens each sequence got, from the next bundle that has any."""
+        """How many tokens each sequence got, from the next message that has any."""
         while True:
             given: Counter[str] = Counter()
-            for output in (await self._bundle()).outputs:
+            for output in (await self._next()).outputs:
                 assert not isinstance(output, FailedOut), output.reason
                 if isinstance(output, TokensOut):
                     given[output.key] += len(output.tokens)
@@ -114,10 +114,10 @@ class DiptychWorker:
                 return given
 
     async def _idle(self) -> None:
-        while (await self._bundle()).stats.running:
-            continue  # wait for the running step; a bundle has output or is a heartbeat
+        while (await self._next()).stats.running:
+            continue  # wait for the running step; a message has outputs or is a heartbeat
 
-    async def _bundle(self) -> Bundle:
+    async def _next(self) -> EngineOutputs:
         return await self._reader.next()
 
 

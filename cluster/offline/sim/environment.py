@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from cluster.runtime.interface import WorkerHandle, WorkerStub
-from workers.request import Bundle, LateReader
+from workers.request import EngineOutputs, LateReader
 from workers.stats import WorkerStats
 
 Load = tuple[str, bool]  # a worker's pool, and whether its step has prompts
@@ -85,9 +85,9 @@ class SharedMachine:
 
 
 class RemoteWorker:
-    """A `WorkerHandle` whose calls take `call_s`, half of it each way, also when they raise. Bundles take half of it.
+    """A `WorkerHandle` whose calls take `call_s`, half of it each way, also when they raise. Outputs take half of it.
 
-    Bundles carry statistics that are at least `stale_s` old; outputs are not delayed further.
+    Messages carry statistics that are at least `stale_s` old; outputs are not delayed further.
     """
 
     def __init__(self, worker: WorkerHandle, call_s: float, stale_s: float = 0.0) -> None:
@@ -101,20 +101,20 @@ class RemoteWorker:
         return cast(WorkerStub, self)
 
     async def subscribe(
-        self, subscriber: str, on_bundle: Callable[[Bundle], object], *, late: LateReader | None = None
+        self, subscriber: str, on_outputs: Callable[[EngineOutputs], object], *, late: LateReader | None = None
     ) -> None:
         loop = asyncio.get_running_loop()
-        in_transit: deque[Bundle] = deque()  # timers that are due at the same time may fire in any order
+        in_transit: deque[EngineOutputs] = deque()  # timers that are due at the same time may fire in any order
 
-        def send(bundle: Bundle) -> None:
-            in_transit.append(bundle)
+        def send(message: EngineOutputs) -> None:
+            in_transit.append(message)
             loop.call_later(self._half_s, arrive)
 
         def arrive() -> None:
-            bundle = in_transit.popleft()
+            message = in_transit.popleft()
             if self._stale_s:
-                bundle = msgspec.structs.replace(bundle, stats=self._aged(bundle.stats))
-            on_bundle(bundle)
+                message = msgspec.structs.replace(message, stats=self._aged(message.stats))
+            on_outputs(message)
 
         await self._call("subscribe", subscriber, send)
 

@@ -116,7 +116,9 @@ async def test_a_stop_string_ends_the_answer_and_frees_everything(
     assert not dispatcher.running
 
 
-async def test_tokens_after_the_stop_in_one_bundle_are_dropped(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_tokens_after_the_stop_in_one_message_are_dropped(
+    client: AsyncClient, dispatcher: FakeDispatcher
+) -> None:
     dispatcher.chunk = 8
     answer = await client.complete("hello", max_tokens=16, stop=["lm"])
     assert answer.text == "abcdefghijk"

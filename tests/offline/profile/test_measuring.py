@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.bundle_reader import BundleReader
+from benchmarks.outputs_reader import OutputsReader
 from diptych.shapes import Shape
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
 from workers.build import build_worker
@@ -107,7 +107,7 @@ async def test_a_modelled_worker_tells_what_its_cost_model_says() -> None:
 
 async def test_a_worker_with_work_is_not_measured() -> None:
     async with modelled(LinearCost(0.05, 0.0, 0.0, 0.0, 0.0)) as worker:
-        reader = await BundleReader.open(worker, "")
+        reader = await OutputsReader.open(worker, "")
         await worker.generate(request("busy", 20, max_tokens=8))
         with pytest.raises(Overloaded, match="idle"):
             await worker.measure(SHAPES[0], 1)
@@ -135,7 +135,7 @@ async def test_a_request_ends_the_measurement_and_gets_the_blocks() -> None:
         async with asyncio.timeout(30.0):
             while not worker.engine.stats().quarantined_blocks:
                 await asyncio.sleep(0)
-        reader = await BundleReader.open(worker, "")
+        reader = await OutputsReader.open(worker, "")
         reservation = await worker.reserve(request("comes", 20), timeout_s=5.0)
         assert reservation.num_blocks == 3
         assert len((await measuring).seconds) < 256

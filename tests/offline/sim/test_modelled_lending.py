@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.bundle_reader import BundleReader
+from benchmarks.outputs_reader import OutputsReader
 from cluster.events import Completed, Event
 from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.sim import clock
@@ -117,7 +117,7 @@ async def _open(stack: AsyncExitStack, name: str, num_tokens: int) -> Worker:
 async def _token_seconds(stack: AsyncExitStack, name: str, num_tokens: int, lender: Worker) -> tuple[float, float]:
     """Seconds for each token but the first, and the share of the KV that the lender had in the end."""
     worker = await _open(stack, name, num_tokens)
-    reader = await BundleReader.open(worker, "test")
+    reader = await OutputsReader.open(worker, "test")
     stack.push_async_callback(reader.close)
     sampling = SamplingParams(seed=1, max_tokens=ANSWER, ignore_eos=True)
     await worker.generate(Request("r", (7,) * PROMPT, sampling, reply_to="test"), (await lender.address(),))
