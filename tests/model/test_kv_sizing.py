@@ -13,14 +13,16 @@ from cluster.control.replicas import order_of
 from cluster.offline.sim.fleet import with_kv_blocks
 from cluster.spec import ClusterSpec, PoolSpec, Resources, Role, SpecError
 from cluster.spec_file import parse_spec
+from kvtransfer.layout import KVLayout
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
 from tests.model.test_gang import config, open_tasks
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import ByteSize, CacheConfig, EngineConfig
 from workers.errors import ModelError
-from workers.executor import opening
-from workers.executor.kv_sizing import HOST_SHARE, DeviceMemory, blocks_in_use, check_blocks
+from workers.executor import kv_pool, opening
+from workers.executor.kv_pool import allocate_pool
+from workers.executor.kv_sizing import HOST_SHARE, DeviceMemory, blocks_in_use, check_blocks, spare_share
 from workers.executor.opening import fullest_step, has_default_host_cache, open_solo
 from workers.model.folder import ModelFolder
 from workers.profiles.capacity import kv_capacity_tokens
@@ -94,6 +96,22 @@ async def test_all_ranks_take_what_fits_on_the_one_with_least_room(
     assert gang.facts.kv_blocks == 30
     assert [shard.num_blocks for shard in gang.shards()] == [30, 30, 30]
     await gang.close()
+
+
+@pytest.mark.parametrize("utilization", [0.5, 0.9, 0.95, 1.0])
+def test_a_pool_as_large_as_a_gpu_was_found_to_hold_is_allocated(
+    utilization: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the free memory alone, the larger of the limits; a larger pool is refused."""
+    layout = KVLayout("m", 2, 2, 8, 16)
+    free = 1000 * layout.block_bytes
+    monkeypatch.setattr(kv_pool, "memory_of", lambda _: (free, 1 << 50))
+    memory = DeviceMemory(1 << 50, free, weight_bytes=0)
+    blocks = memory.kv_bytes(utilization, 1.0, is_host=False) // layout.block_bytes
+    spare, cpu = spare_share(utilization, is_host=False), torch.device("cpu")
+    assert allocate_pool(layout, blocks, cpu, spare=spare).region.num_blocks == blocks == 1000 * utilization
+    with pytest.raises(ModelError, match="do not fit"):
+        allocate_pool(layout, max(blocks, 900) + 1, cpu, spare=spare)
 
 
 def test_what_cannot_hold_one_request_is_refused_with_what_to_change() -> None:

@@ -16,12 +16,11 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.transport import Region
 from workers.engine.step import StepPlan
 from workers.errors import ModelError
+from workers.executor.kv_sizing import SPARE
 from workers.ops.completion import Beside, Mark, beside_steps_on, mark_on, wait
 from workers.ops.memory import PAGES, pinned
 from workers.ops.narrow import from_slots, to_slots, torch_dtype
 
-# Left for activations, the interpreter and the rest of the machine.
-_SPARE = 0.1
 # Bytes of staged blocks that are converted at once: a GPU hides the launches of its kernels, a CPU stays in its cache.
 _CONVERTED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 
@@ -111,14 +110,21 @@ def _runs(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def allocate_pool(
-    layout: KVLayout, num_blocks: int, device: torch.device, host_blocks: int = 0, staging_bytes: int = 0
+    layout: KVLayout,
+    num_blocks: int,
+    device: torch.device,
+    host_blocks: int = 0,
+    staging_bytes: int = 0,
+    *,
+    spare: float = SPARE,
 ) -> KVPool:
     """Zeroed memory for `num_blocks` blocks, a staging area, and `host_blocks` blocks of host memory.
 
-    Raises `ModelError` with the number of blocks that would fit.
+    `spare`: the share of the device's free memory that must be left. Raises `ModelError` with the number of blocks that
+    would fit.
     """
     available_bytes, _ = memory_of(device)
-    fitting_blocks = max(0, int(available_bytes * (1 - _SPARE)) - staging_bytes) // layout.block_bytes
+    fitting_blocks = max(0, int(available_bytes * (1 - spare)) - staging_bytes) // layout.block_bytes
     if num_blocks > fitting_blocks:
         raise ModelError(
             f"engine.kv_blocks is {num_blocks}: {num_blocks * layout.block_bytes / 2**30:.1f} GiB of KV do not fit "
@@ -126,7 +132,7 @@ def allocate_pool(
             f"({fitting_blocks * layout.block_size} tokens) would"
         )
     spare_bytes = memory_of(torch.device("cpu"))[0] - (device.type == "cpu") * num_blocks * layout.block_bytes
-    if host_blocks * layout.block_bytes > spare_bytes * (1 - _SPARE):
+    if host_blocks * layout.block_bytes > spare_bytes * (1 - SPARE):
         raise ModelError(
             f"cache.host takes {host_blocks * layout.block_bytes / 2**30:.1f} GiB, which do not fit in the "
             f"{max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower it or engine.kv_blocks"

@@ -14,6 +14,7 @@ from workers.config import CacheConfig, EngineConfig
 from workers.errors import ModelError
 
 HOST_CACHE_SHARE = 1 / 8  # of the host's free memory, for a GPU without `cache.host`: hosts have up to eight
+SPARE = 0.1  # of free memory, left by any pool for activations, the interpreter and the rest of the machine
 HOST_SHARE = 0.4  # of the host's free memory; the rest is for activations, staging, page cache and other programs
 GIB = 2**30
 
@@ -35,6 +36,11 @@ class DeviceMemory:
         of_all = utilization * part * self.total_bytes - self.weight_bytes
         of_free = (HOST_SHARE * part if is_host else utilization) * self.free_bytes
         return max(0, int(min(of_all, of_free)) - self.step_bytes - self.graph_bytes)
+
+
+def spare_share(utilization: float, *, is_host: bool) -> float:
+    """The share of a device's free memory that a pool must leave; a GPU's utilization says how much may be used."""
+    return SPARE if is_host else min(SPARE, 1 - utilization)
 
 
 def host_cache_blocks(cache: CacheConfig, block_bytes: int) -> int:

@@ -36,6 +36,7 @@ from workers.executor.kv_sizing import (
     default_host_cache_blocks,
     host_cache_blocks,
     longest_context,
+    spare_share,
 )
 from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.rank_spec import Rendezvous, sampling_rank
@@ -237,7 +238,10 @@ def _load_shard(
         proposed = default_host_cache_blocks(free_bytes, layout.block_bytes, kv_blocks)
         agreed = _fewest(store, config.parallel.world_size, "blocks of host memory", proposed)
         facts = replace(facts, host_cache_blocks=agreed)
-    pool = allocate_pool(layout, kv_blocks + is_captured, device, facts.host_cache_blocks, config.staging_bytes)
+    spare = spare_share(engine.gpu_memory_utilization, is_host=device.type == "cpu")
+    pool = allocate_pool(
+        layout, kv_blocks + is_captured, device, facts.host_cache_blocks, config.staging_bytes, spare=spare
+    )
     if is_captured:
         longest = longest_context(engine, facts.context_length)
         part = replace(part, graphs=_graphs(part, pool, engine, min(longest, kv_blocks * engine.block_size)))
