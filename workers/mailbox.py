@@ -78,6 +78,8 @@ class Mailbox:
 
 
 def _adjacent(last: TokensOut, new: TokensOut) -> bool:
+    if last.token_s or new.token_s:
+        return False
     return not last.prefilled and last.finish is None and last.first_position + len(last.tokens) == new.first_position
 
 

@@ -453,7 +453,7 @@ class Worker:
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Put the engine's outputs into mailboxes, wake the readers of leases, and grant reservations."""
-        outputs = self._multi_step.keep_late(outputs)
+        outputs = self._multi_step.with_late(outputs)
         for each in outputs:
             output: Output = TicketOut(each.key, self._ticket(each)) if isinstance(each, Lease) else each
             if isinstance(output, FailedOut) and output.key in self._warming:

@@ -6,16 +6,14 @@ allocated. `DecodeSteps` does these in the order in which single steps do them. 
 Source of the technique: multi-step scheduling, as in vLLM.
 """
 
-import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 
 from workers.engine.blocks import BlockPool
 from workers.engine.estimate import StepEstimate
 from workers.engine.kv_cache import KVCacheManager
 from workers.engine.sequence import Sequence
-from workers.engine.step import StepPlan
 from workers.kv_events import HASH_BLOCK_SIZE
 
 Sample = Callable[[str, int, int], Items[int]]
@@ -133,8 +131,16 @@ class DecodeSteps:
             if num_computed >= (sequence.num_cached_blocks + 1) * self._pool.block_size:
                 self._kv.cache_blocks(sequence)
 
-    def last_plan(self, number: int, end_tokens: tuple[int, ...]) -> StepPlan:
-        """The plan of the step in flight, which is the last one."""
-        size, now_s = self._pool.block_size, math.nan  # all have begun
-        chunks = [each.chunk(each.num_computed, 1, size, end_tokens, now_s) for each in self.sequences]
-        return StepPlan(number, tuple(chunks))
+    def commit_last(self, seconds: float) -> Iterator[tuple[Sequence, int]]:
+        """The last step has ended and took so long. Yields its sequences, computed and in the cache, with their token.
+
+        Those that were to end with it are not changed otherwise, and get no token.
+        """
+        self._estimate.learn_decodes(len(self.sequences), self._context_tokens, (seconds,))
+        for each in self.sequences:
+            each.num_ordered -= 1
+            each.num_computed += 1
+            if not each.finish_pending:
+                if each.num_computed >= (each.num_cached_blocks + 1) * self._pool.block_size or each.request.group:
+                    self._kv.cache_blocks(each)
+                yield each, self._sample(each.key, len(each.tokens), 1)[0]

@@ -233,8 +233,7 @@ class Engine:
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Apply the result of the oldest step in flight."""
-        oldest = self._scheduler.steps + 1 - self._scheduler.num_in_flight
-        assert plan.number == oldest, f"step {plan.number} is not the oldest"
+        self._assert_oldest(plan.number)
         if plan.chunks:  # a step that only copies or digests says nothing about others
             self._stats.took((result.seconds,))
             self._estimate.learn(plan, result.seconds)
@@ -245,6 +244,14 @@ class Engine:
         for store in self._stores:  # now, since the content of some may have been found to be in doubt
             store.save(saved)
         self._leases.advance_offers(plan.number, digests, plan.swap_in)
+        self._end_pending(touched)
+
+    def _assert_oldest(self, number: int) -> None:
+        oldest = self._scheduler.steps + 1 - self._scheduler.num_in_flight
+        assert number == oldest, f"step {number} is not the oldest"
+
+    def _end_pending(self, touched: Items[Sequence]) -> None:
+        """The step of these sequences has ended: end those that were to end with it."""
         for sequence in touched:
             if sequence.finish_pending and not sequence.in_flight:
                 self._sequences.end(sequence)
@@ -265,7 +272,8 @@ class Engine:
 
     @unaffected
     def begin_decodes(self, sample: Sample, catch_up: Callable[[bool], object]) -> DecodeSteps:
-        """Such steps run as one: `count_decodes` and then `DecodeSteps.commit` all but the last, then `end_decodes`.
+        """Such steps run as one: `count_decodes` and then `DecodeSteps.commit` all but the last, then `end_decodes`
+        and `commit_decodes`.
 
         `catch_up` is called before the engine is read (False) or changed (True), to report what has ended by then.
         """
@@ -285,10 +293,20 @@ class Engine:
         self._scheduler.steps += len(seconds)
 
     @unaffected
-    def end_decodes(self, decodes: DecodeSteps) -> StepPlan:
-        """The plan of the step in flight, which is the last one. The outputs of those before it were taken."""
+    def end_decodes(self) -> int:
+        """The number of the step in flight, which is the last one."""
         self._catch_up = None
-        return decodes.last_plan(self._scheduler.steps, self._eos)
+        return self._scheduler.steps
+
+    def commit_decodes(self, decodes: DecodeSteps, result: StepResult, now_s: float, *, late: bool) -> None:
+        """`commit` of the last one. `late`: without outputs for sequences that go on."""
+        self._assert_oldest(result.number)
+        self._stats.took((result.seconds,))
+        touched = self._scheduler.commit_copies()
+        self._sequences.process_decodes(decodes.commit_last(result.seconds), now_s, late=late)
+        self._kv.tier.take_saved()  # none
+        self._leases.advance_offers(result.number, {}, ())
+        self._end_pending(touched)
 
     # ---- endings -----------------------------------------------------------------------------------------------
 

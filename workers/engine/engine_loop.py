@@ -133,10 +133,8 @@ class EngineLoop:
         if isinstance(result, Exception):
             await self._recover(plan, result)
         else:
-            if result.number != plan.number:  # of the last step like this plan
-                assert self._multi_step is not None, "an executor runs several steps only through it"
-                plan = self._multi_step.last_plan
-            self._engine.commit(plan, result, self._now_s())
+            if self._multi_step is None or not self._multi_step.commit(result, self._now_s()):
+                self._engine.commit(plan, result, self._now_s())
             self._failures = 0
             self._good_steps += 1
 

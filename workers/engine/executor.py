@@ -36,7 +36,9 @@ RemoteAttend = Callable[[RemoteKV, SpanQuery], Awaitable[bytes]]
 
 
 class RunningDecodes(Protocol):
-    """Steps in a row that decode the same sequences. `ends_s`: on the loop's clock. `result`: of the last one."""
+    """Steps in a row that decode the same sequences. `ends_s`: on the loop's clock. `result`: of the last one,
+    without tokens, which `sample` gives.
+    """
 
     seconds: list[float]
     ends_s: list[float]
@@ -55,7 +57,7 @@ class RunningDecodes(Protocol):
         ...
 
 
-ExecuteDecodes = Callable[[StepPlan, int, Callable[[], StepPlan]], RunningDecodes]
+ExecuteDecodes = Callable[[StepPlan, int, Callable[[], int]], RunningDecodes]
 
 
 class Executor(Protocol):
@@ -96,7 +98,7 @@ class Executor(Protocol):
     @property
     def execute_decodes(self) -> ExecuteDecodes | None:
         """Runs a plan of decodes and so many steps like it in all, each for the next token. At the end of the last one
-        the function that it gets is called for its plan. None: this executor knows no step before it has run.
+        the function that it gets is called for its number. None: this executor knows no step before it has run.
         """
         ...
 

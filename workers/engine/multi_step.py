@@ -19,7 +19,7 @@ from msgspec import structs
 from workers.engine.decode_steps import DecodeSteps
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.executor import Executor, RunningDecodes
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Sequence, State
 from workers.engine.step import StepPlan, StepResult
 from workers.request import LateReader, TokensOut
 from workers.stats import WorkerStats
@@ -42,20 +42,21 @@ class _Late:
     reader: LateReader
     times_s: list[float] = field(default_factory=list)
 
-    def tell(self) -> None:
-        """All of them. The sequence has them all."""
-        sequence, count = self.sequence, len(self.times_s)
-        if count:
-            output = TokensOut(
+    def take(self) -> list[TokensOut]:
+        """All of them in one output. The sequence has them all."""
+        sequence, times_s, self.times_s = self.sequence, self.times_s, []
+        if not times_s:
+            return []
+        return [
+            TokensOut(
                 key=sequence.key,
-                first_position=sequence.num_output - count,
-                tokens=tuple(sequence.tokens[-count:]),
-                timing=sequence.timing(self.times_s[-1]),
+                first_position=sequence.num_output - len(times_s),
+                tokens=tuple(sequence.tokens[-len(times_s) :]),
+                timing=sequence.timing(times_s[-1]),
                 cached_tokens=sequence.cached_tokens,
-                token_s=tuple(self.times_s),
+                token_s=tuple(times_s),
             )
-            self.times_s.clear()
-            self.reader.on_late_tokens((output,))
+        ]
 
     def with_last(self, output: TokensOut, now_s: float) -> TokensOut:
         """The newest token's output, with those before it."""
@@ -95,13 +96,15 @@ class MultiStep:
         self._is_checked = True
         self._logs = False  # only the last step may change the cache log
         self._is_catching_up = False
-        self.last_plan = StepPlan(0, ())
+        self._ending: DecodeSteps | None = None  # whose last step has ended and is not committed
+        self._untold: dict[LateReader, None] = {}  # they get statistics after the last step, but perhaps no outputs
 
     def start(self, plan: StepPlan) -> "asyncio.Future[StepResult] | None":
         """Run `plan`, which was just scheduled, and the steps that decode on after it; None: there are none.
 
-        The result is that of the last one, whose plan is then `last_plan`.
+        The result is that of the last one, for `commit`.
         """
+        self._ending = None
         if self._executor.execute_decodes is None:
             return None
         readers: list[LateReader] = []
@@ -154,14 +157,19 @@ class MultiStep:
         """Count and tell what has ended by now, but for the last step."""
         self._catch_up(commits=with_tokens, with_tokens=with_tokens)
         if with_tokens:
-            for late in tuple(self._late.values()):
-                late.tell()
+            for key in tuple(self._late):
+                self._tell(key)
 
     def report(self, key: str) -> None:
         """Tell the tokens of this sequence up to now."""
         if key in self._late:
             self._catch_up(commits=True, with_tokens=True)
-            self._late[key].tell()
+            self._tell(key)
+
+    def _tell(self, key: str) -> None:
+        late = self._late.get(key)
+        if late is not None and (outputs := late.take()):
+            late.reader.on_late_tokens(outputs)
 
     def _catch_up(self, *, commits: bool, with_tokens: bool) -> None:
         run = self._run
@@ -223,45 +231,51 @@ class MultiStep:
             if count < left:
                 self._run.steps.shorten(self._ended + count)
 
-    def _last(self) -> StepPlan:
+    def _last(self) -> int:
         """The last step has ended."""
         self._catch_up(commits=True, with_tokens=True)
         assert self._run is not None, "the last step ends once"
-        self.last_plan = self._engine.end_decodes(self._run.decodes)
-        self._run, self._going = None, ()
-        return self.last_plan
+        self._ending, self._run = self._run.decodes, None
+        return self._engine.end_decodes()
 
-    def keep_late(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """The engine's outputs without the tokens of sequences that decode on in steps that run as one.
+    def commit(self, result: StepResult, now_s: float) -> bool:
+        """Commit the last one of such steps. False: the result is that of another step."""
+        decodes, self._ending = self._ending, None
+        if decodes is None:
+            return False
+        self._engine.commit_decodes(decodes, result, now_s, late=bool(self._going))
+        for sequence in self._going:
+            if sequence.state is State.RUNNING and (late := self._late.get(sequence.key)) is not None:
+                late.times_s.append(now_s)
+                self._untold[late.reader] = None
+        self._going = ()
+        return True
 
-        Those that do so no longer are told what was kept of them, with or before their next output.
-        """
+    def with_late(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """The engine's outputs, and what was not told of sequences that run no longer in steps that run as one."""
         if not self._late:
             return outputs
-        now_s, told, before = self._now_s(), [], len(self._late)
-        kept: dict[LateReader, None] = {}
+        now_s, told, before = self._now_s(), list[EngineOutput](), len(self._late)
         for output in outputs:
             late = self._late.get(output.key)
-            if late is None or (late.sequence in self._going and isinstance(output, TokensOut) and output.prefilled):
+            if late is None or (late.sequence in self._going and not late.times_s):
                 told.append(output)
-            elif not isinstance(output, TokensOut):
-                self._late.pop(output.key).tell()
-                told.append(output)
-            elif late.sequence in self._going:
-                late.times_s.append(now_s)
-                kept[late.reader] = None
-            else:
-                del self._late[output.key]
+                continue
+            del self._late[output.key]
+            if isinstance(output, TokensOut):
                 told.append(late.with_last(output, now_s))
+            else:
+                told += [*late.take(), output]
         for key in [key for key, late in self._late.items() if late.sequence not in self._going]:
-            self._late.pop(key).tell()
+            told += self._late.pop(key).take()
         if len(self._late) < before:
             readers = dict.fromkeys([late.reader for late in self._late.values()])
             for reader in self._readers.keys() - readers.keys():
                 reader.attach(None)
             self._readers = readers
-        if kept:
+        if self._untold:
             stats = self._stats()
-            for reader in kept:
+            for reader in self._untold:
                 reader.on_late_stats(stats, now_s)
+            self._untold.clear()
         return told

@@ -5,7 +5,7 @@ Knows their blocks and leases. Pure: time is an argument.
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 
 from workers.engine.blocks import BlockPool
@@ -168,6 +168,19 @@ class SequenceBook:
                     self._end_held(sequence)
             except Exception as error:
                 self.fail_on_error(sequence, error)
+
+    def process_decodes(self, decoded: Iterable[tuple[Sequence, int]], now_s: float, *, late: bool) -> None:
+        """Apply the result of a step that only decoded, without log probabilities: each sequence's token.
+
+        `late`: without outputs for sequences that go on.
+        """
+        for sequence, token in decoded:
+            if len(self._leases):
+                self._leases.advance(sequence, {})
+            if late and not sequence.ends_next:
+                sequence.tokens.append(token)
+            else:
+                self._append(sequence, (token,), None, now_s)
 
     def _append(self, sequence: Sequence, tokens: Items[int], logprobs: TokenLogprobs | None, now_s: float) -> None:
         """Up to the token that ends the answer. Only the first one is of a sequence that is held for a reader."""

@@ -194,7 +194,7 @@ class ModelledExecutor:
             seconds = await pace(seconds, has_prompts)
         return self._compute(plan, begin_s, asyncio.get_running_loop().time(), seconds)
 
-    def _execute_decodes(self, plan: StepPlan, count: int, last: Callable[[], StepPlan]) -> RunningDecodes:
+    def _execute_decodes(self, plan: StepPlan, count: int, last: Callable[[], int]) -> RunningDecodes:
         self._decodes = ModelledSteps(
             plan,
             count,
@@ -203,7 +203,7 @@ class ModelledExecutor:
             lent_s=self._lender.take_lent(),
             observe=self._model.observe,
             last=last,
-            finish=self._compute,
+            finish=self._end_decodes,
             never=frozenset(self.facts.eos_token_ids),
             vocab_size=self.facts.vocab_size,
         )
@@ -222,11 +222,18 @@ class ModelledExecutor:
         except Exception as error:
             step.result.set_exception(error)
 
-    def _compute(self, plan: StepPlan, begin_s: float, end_s: float, seconds: float) -> StepResult:
+    def _end_decodes(self, plan: StepPlan, number: int, begin_s: float, end_s: float, seconds: float) -> StepResult:
+        self._ended(plan, begin_s, end_s, seconds)
+        return StepResult(number, (), (), ((),), seconds)
+
+    def _ended(self, plan: StepPlan, begin_s: float, end_s: float, seconds: float) -> None:
         self._last_s = end_s
         if self._model.observe:
             self._model.observe(plan, (seconds,), (end_s,))
         self._bubble.add(begin_s, end_s, (seconds / self.depth,) * self.depth)
+
+    def _compute(self, plan: StepPlan, begin_s: float, end_s: float, seconds: float) -> StepResult:
+        self._ended(plan, begin_s, end_s, seconds)
         digests = (self._no_digests,) * len(plan.digest_blocks)
         if self._pattern is not None:
             self._pattern.move(plan)

@@ -13,14 +13,14 @@ from workers.engine.step import StepPlan, StepResult
 Observe = Callable[[StepPlan, Items[float], Items[float]], None]
 """Steps of this plan in a row: the seconds of each, and the end of its last stage. Called when they have ended."""
 
-Finish = Callable[[StepPlan, float, float, float], StepResult]  # plan, begin, end, seconds
+Finish = Callable[[StepPlan, int, float, float, float], StepResult]  # plan, number, begin, end, seconds
 
 
 class ModelledSteps:
     """`RunningDecodes` of a modelled executor with one stage, which begins at `begin_s`.
 
     `lent_s`: by which attention for borrowers delays the first step. `observe` gets each step but the last, `finish`
-    makes the result of the last one, whose plan `last` makes.
+    makes the result of the last one, whose number `last` knows.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ModelledSteps:
         *,
         lent_s: float,
         observe: Observe | None,
-        last: Callable[[], StepPlan],
+        last: Callable[[], int],
         finish: Finish,
         never: frozenset[int],
         vocab_size: int,
@@ -69,7 +69,7 @@ class ModelledSteps:
             return
         try:
             begin_s, end_s = self._times_s[-2:]
-            self.result.set_result(self._finish(self._last(), begin_s, end_s, self.seconds[-1]))
+            self.result.set_result(self._finish(self._plan, self._last(), begin_s, end_s, self.seconds[-1]))
         except Exception as error:
             self.result.set_exception(error)
 
