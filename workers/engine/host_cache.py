@@ -197,14 +197,7 @@ class HostCache:
             self._log.remove(Tier.HOST, prefix)
 
     def clear(self) -> None:
-        self.forget(
-            [
-                *self._probation,
-                *self._protected,
-                *self._pinned,
-                *filter(None, self._loading.values()),
-            ]
-        )
+        self.forget([*self._probation, *self._protected, *self._pinned, *filter(None, self._loading.values())])
 
     def check(self) -> None:
         """Prove that each block is free, cached or loading, once, and that the log says so. Raises AssertionError."""

@@ -252,10 +252,9 @@ class KVCacheManager:
         if self._pool.has_state:
             return
         if sequence.request.group and sequence.num_output == 0 and sequence.num_computed == len(sequence.tokens):
-            block_hash = tail_hash(sequence.tokens, self._pool.block_size, sequence.block_hashes, sequence.salt)
-            self._pool.cache_block(
-                sequence.blocks[full - (full * self._pool.block_size == sequence.num_computed)], block_hash
-            )
+            tail = tail_hash(sequence.tokens, self._pool.block_size, sequence.block_hashes, sequence.salt)
+            block = sequence.blocks[full - (full * self._pool.block_size == sequence.num_computed)]
+            self._pool.cache_block(block, tail)
 
     # ---- a sequence goes ---------------------------------------------------------------------------------------
 

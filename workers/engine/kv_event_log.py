@@ -99,10 +99,7 @@ class KVEventLog:
             end = self.number
         removed = [] if whole else list(takewhile(lambda each: each[0] > last, reversed(self._removed)))
         changes = (
-            HashChanges(
-                tuple(added[tier]),
-                tuple(dict.fromkeys(gone for _, where, gone in removed if where is tier)),
-            )
+            HashChanges(tuple(added[tier]), tuple(dict.fromkeys(gone for _, where, gone in removed if where is tier)))
             for tier in TIERS
         )
         return KVEvents(last, self.number, end, self.hash_block_size, whole, *changes)

@@ -58,9 +58,8 @@ class PrefixFetch:
 
     def num_common(self, hashes: Sequence[bytes]) -> int:
         """How many of these first blocks it has too."""
-        return bisect_left(
-            range(min(len(hashes), len(self.block_hashes))), True, key=lambda n: hashes[n] != self.block_hashes[n]
-        )
+        ours = self.block_hashes
+        return bisect_left(range(min(len(hashes), len(ours))), True, key=lambda n: hashes[n] != ours[n])
 
     @property
     def held(self) -> list[int]:

@@ -109,10 +109,8 @@ class ModelledRemote:
 
     def find(self, hashes: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
         def end(in_time: bool) -> None:
-            there = (
-                place for place, block_hash in enumerate(hashes) if self._server.get(self._key(block_hash)) is None
-            )
-            count = next(there, len(hashes)) if in_time else 0
+            absent = (place for place, each in enumerate(hashes) if self._server.get(self._key(each)) is None)
+            count = next(absent, len(hashes)) if in_time else 0
             if in_time and count < len(hashes):
                 self._known.lost(hashes[count])
             found(count)

@@ -127,9 +127,7 @@ class KVStore:
         block hash that can no longer be read, before its slot is written again; perhaps twice.
         """
         self._gone = gone
-        self._peers.watch(
-            lambda block_hash, prefix: self._reads.stopped or added(block_hash, prefix), self._gone_at_peers
-        )
+        self._peers.watch(lambda found, prefix: self._reads.stopped or added(found, prefix), self._gone_at_peers)
 
     def match(self, hashes: Sequence[bytes]) -> int:
         """How many of the first blocks can be read; they count as used."""

@@ -57,9 +57,7 @@ class SlotIndex:
         evicted first.
         """
         stored = self._stored
-        absent = (
-            place for place, block_hash in enumerate(hashes) if block_hash not in stored and block_hash not in elsewhere
-        )
+        absent = (place for place, each in enumerate(hashes) if each not in stored and each not in elsewhere)
         count = next(absent, len(hashes))
         for block_hash in reversed(hashes[:count]):
             if block_hash in stored:
