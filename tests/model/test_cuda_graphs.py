@@ -2,7 +2,9 @@
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ from kvtransfer.open import RESERVED_BLOCKS
 from tests.model.paging import pool_for
 from tests.model.tiny import write_tiny_llama
 from workers.engine.step import Chunk, Draw, StepPlan
+from workers.executor import cuda_graphs
 from workers.executor.cuda_graphs import (
     MIN_CONTEXT,
     PAGE_BYTES,
     DecodeGraphs,
     MemoryUse,
     context_bucket,
+    cuda_capture,
     graph_bytes,
     padded,
     sequences_bucket,
@@ -87,6 +91,73 @@ def test_a_graph_is_captured_before_it_is_needed_without_writing_kv(tmp_path: Pa
         assert one is not None and capture.captures == 6
         longer = Chunk("a", (7,), 2048, (2,) * 129, GREEDY)
         assert graphs.logits(step_arrays(StepPlan(3, (longer,)), 16)) is None
+
+
+class Calls:
+    """Stands for `torch.cuda`: notes the calls of a capture, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.noted: list[str] = []
+        self._handles = itertools.count()
+        self._now = "steps"
+        for name in ("graph_pool_handle", "current_device", "current_stream", "stream", "graph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "Stream", partial(_Stream, self, "side"))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+        monkeypatch.setattr(cuda_graphs, "_capture_stream", cache(cuda_graphs._capture_stream.__wrapped__))
+
+    def graph_pool_handle(self) -> int:
+        return next(self._handles)
+
+    def current_device(self) -> int:
+        return 1
+
+    def current_stream(self) -> "_Stream":
+        return _Stream(self, self._now)
+
+    @contextmanager
+    def stream(self, stream: "_Stream") -> Iterator[None]:
+        before, self._now = self._now, stream.name
+        yield
+        self._now = before
+
+    @contextmanager
+    def graph(self, graph: object, pool: int, stream: "_Stream", capture_error_mode: str) -> Iterator[None]:
+        self.noted.append(f"capture of pool {pool} on {stream.name}, {capture_error_mode}")
+        yield
+        self.noted.append("captured")
+
+    def work(self) -> None:
+        self.noted.append(f"work on {self._now}")
+
+
+class _Stream:
+    def __init__(self, calls: Calls, name: str, device: int = 0) -> None:
+        self._calls = calls
+        self.name = f"{name} of device {device}" if device else name
+
+    def wait_stream(self, other: "_Stream") -> None:
+        self._calls.noted.append(f"{self.name} waits for {other.name}")
+
+
+class _Graph:
+    def replay(self) -> None: ...
+
+
+def test_work_is_done_before_it_is_captured_on_one_stream_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one `Capture` shares, another does not use again: its graphs may be gone. They share the stream."""
+    calls = Calls(monkeypatch)
+    for capture in (measuring := cuda_capture(), measuring, cuda_capture()):
+        capture(calls.work)
+    side = "side of device 1"
+    assert calls.noted == [
+        note
+        for pool in (0, 0, 1)
+        for note in (
+            *(f"{side} waits for steps", f"work on {side}", f"steps waits for {side}"),
+            *(f"capture of pool {pool} on {side}, thread_local", "work on steps", "captured"),
+        )
+    ]
 
 
 class CountedDevice:
