@@ -60,7 +60,7 @@ class WriteBlock(msgspec.Struct, frozen=True, tag=True):
     """To the rank's store of this tier, from its host memory. The answer: whether it is there."""
 
     tier: Tier
-    block_hash: bytes
+    block_hash: bytes = msgspec.field(name="name")
     prefix: int | None
     block: int
 
@@ -69,7 +69,7 @@ class ReadBlock(msgspec.Struct, frozen=True, tag=True):
     """From the rank's store of this tier. The answer, in time: whether it has arrived."""
 
     tier: Tier
-    block_hash: bytes
+    block_hash: bytes = msgspec.field(name="name")
     block: int
     timeout_s: float
 
@@ -90,7 +90,7 @@ class AskLender(msgspec.Struct, frozen=True, tag=True):
 
 class ForgetBlocks(msgspec.Struct, frozen=True, tag=True):
     tier: Tier
-    block_hashes: tuple[bytes, ...]
+    block_hashes: tuple[bytes, ...] = msgspec.field(name="names")
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
