@@ -159,7 +159,7 @@ $(SERVES): pyproject.toml constraints.txt
 	@echo "== installing torch (1 of 2)"
 	@$(INSTALL) $(addprefix --index-url ,$(TORCH_INDEX)) torch==2.13.0
 	@echo "== installing diptych (2 of 2)"
-	@$(INSTALL) -e ".[$$($(NIXL_EXTRA)),http]"
+	@$(INSTALL) -e ".[$$($(NIXL_EXTRA)),http,structured]"
 	@touch $@
 
 $(READY): $(SERVES)

@@ -49,7 +49,7 @@ def _header(status: ClusterStatus, rates: Rates, width: int, trouble: str) -> It
     yield _line(f"{_rate(rates.requests_s)} requests/s  {_rate(rates.tokens_s)} tokens/s{refused}  {load}")
     when = "since the gateway started" if rates.kept_s is None else f"last {rates.kept_s:.0f} s"
     classes = ((named_class(score), _attainment_text(score.ttft, score.tpot)) for score in rates.kept)
-    attained = "; ".join(f"{name}{NBSP}{text}" for name, text in classes if text) or "no request yet"
+    attained = "; ".join(f"{name}{NBSP}{text}" for name, text in classes if text) or "no request with an SLO yet"
     for line in wrap(f"SLO attainment, {when}: {attained}", width, subsequent_indent="  ")[:MAX_SLO_LINES]:
         yield _line(line.replace(NBSP, " "))
     if trouble:
