@@ -82,8 +82,8 @@ def test_a_prompt_s_own_future_cache_is_no_reason_to_stay() -> None:
     queue = Queue()
     sent = [queue.send(f"r{n}", first=1000 * n) for n in range(6)]
     router: Any = queue.story.policy._router
-    names = router.names(queue.story.ask(PICTURE, sent[-1]))
-    queue.story.policy.index.expect(sent[-1].key, "p0", "1", names)
+    hashes = router.hashes(queue.story.ask(PICTURE, sent[-1]))
+    queue.story.policy.index.expect(sent[-1].key, "p0", "1", hashes)
     assert queue.better(sent[-1]) is not None
 
 
