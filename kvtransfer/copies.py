@@ -9,6 +9,7 @@ Where block sizes differ, K and V of each cell are copied separately, split at t
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,8 @@ def pieces_of(sources: Sequence[KVLayout], target: KVLayout, rank: int) -> tuple
     return tuple(sorted(pieces, key=lambda piece: (piece.layers, piece.heads)))
 
 
-def union_of_pieces(sources: Sequence[KVLayout], targets: Sequence[tuple[KVLayout, int]]) -> tuple[Piece, ...]:
+@lru_cache(maxsize=256)
+def union_of_pieces(sources: tuple[KVLayout, ...], targets: tuple[tuple[KVLayout, int], ...]) -> tuple[Piece, ...]:
     """The pieces of all of a reader's ranks (layout, rank), each once; its leader requests their digests."""
     return tuple(dict.fromkeys(piece for target, rank in targets for piece in pieces_of(sources, target, rank)))
 

@@ -48,6 +48,7 @@ class TransportSet:
         self._transports = transports
         self._unavailable = unavailable
         self._verifies = verifies
+        self._shard: ShardAddress | None = None  # of the latest addresses
         self._links: dict[str, tuple[PeerLink, ...]] = {}  # incarnation -> one for each rank that is read
         self._scratch = asyncio.Lock()  # the scratch block serves one probe at a time
         self._meeting: dict[str, asyncio.Lock] = {}  # one preflight of a peer at a time
@@ -58,7 +59,9 @@ class TransportSet:
     def shard(self) -> ShardAddress:
         """Call it for every handshake: a rebuilt transport has another address."""
         addresses = tuple((transport.name, transport.address()) for transport in self._transports)
-        return ShardAddress(self._rank, self._region.layout, self._region.num_blocks, addresses)
+        if self._shard is None or self._shard.transports != addresses:
+            self._shard = ShardAddress(self._rank, self._region.layout, self._region.num_blocks, addresses)
+        return self._shard
 
     def check(self) -> None:
         """Prove the invariants of pulls and staging slots. Raises AssertionError."""

@@ -86,6 +86,7 @@ class Worker:
         )
         self._stores = {each.tier: each for each in stores}
         self._executor = executor
+        self._peer: PeerAddress | None = None  # the latest address
         self._failure: str | None = None
         self._closed = False
         self._subscribers = Subscribers(self._stats, self._require_open, self._subscriber_left, heartbeat_s)
@@ -138,13 +139,16 @@ class Worker:
 
     def _peer_now(self) -> PeerAddress:
         """Our address for peers; a rebuilt transport changes it."""
-        return PeerAddress(
-            worker=self.config.name,
-            incarnation=self.incarnation,
-            host=self.config.transfer.host,
-            control_port=self._leases.port,
-            shards=self._executor.shards(),
-        )
+        shards = self._executor.shards()
+        if self._peer is None or self._peer.shards != shards:
+            self._peer = PeerAddress(
+                worker=self.config.name,
+                incarnation=self.incarnation,
+                host=self.config.transfer.host,
+                control_port=self._leases.port,
+                shards=shards,
+            )
+        return self._peer
 
     async def info(self) -> WorkerInfo:
         """The worker's identity, model and present memory use."""

@@ -104,7 +104,7 @@ def test_replicated_heads_are_read_from_all_their_owners() -> None:
     owners = shards(SMOLLM2, 6, 1)
     readers = shards(SMOLLM2, 6, 1)
     assert {pieces_of(owners, target, rank)[0].shard for rank, target in enumerate(readers)} == set(range(6))
-    assert len(union_of_pieces(owners, [(target, rank) for rank, target in enumerate(readers)])) == 6
+    assert len(union_of_pieces(tuple(owners), tuple((target, rank) for rank, target in enumerate(readers)))) == 6
 
 
 def test_a_reader_of_all_layers_takes_one_range_of_heads_from_each_block() -> None:

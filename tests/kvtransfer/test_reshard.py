@@ -92,7 +92,7 @@ class Reader:
         theirs = [shard.layout for shard in self.peer.shards]
         size = theirs[0].block_size
         blocks = blocks_of(theirs[0])[first_block:stop_block]
-        pieces = union_of_pieces(theirs, [(layout, rank) for rank, layout in enumerate(self.side.ranks)])
+        pieces = union_of_pieces(tuple(theirs), tuple((layout, rank) for rank, layout in enumerate(self.side.ranks)))
         slots = tuple((b, min(size, NUM_TOKENS - i * size)) for i, b in enumerate(blocks, first_block))
         reply = watch_reply(self.ask("cells", slots), theirs, pieces, 0, len(blocks), finished=True, ttl_s=1.0)
         first, stop = first_block * size, min(stop_block * size, NUM_TOKENS)

@@ -20,12 +20,9 @@ class AdapterCache:
         self._max_bytes = most_bytes
         self._in_use = in_use
         self._held: OrderedDict[str, int] = OrderedDict()  # id -> bytes, least recently used first
+        self.ids: tuple[str, ...] = ()  # as in `_held`; read at each look at the worker
         self._dropped: list[str] = []  # of which the executor does not know yet
         self._changing = asyncio.Lock()
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self._held) if self._held else ()  # read at each look at the worker
 
     async def use(self, adapter: Adapter) -> None:
         """Returns when it is loaded; add its request before any other await.
@@ -37,6 +34,7 @@ class AdapterCache:
                 if adapter.id not in self._held:
                     await self._load(adapter)
         self._held.move_to_end(adapter.id)
+        self.ids = tuple(self._held)
 
     async def _load(self, adapter: Adapter) -> None:
         if adapter.num_bytes > self._max_bytes:
@@ -49,8 +47,10 @@ class AdapterCache:
                 full = f"{len(self._held)} adapters of running requests fill cache.adapters ({self._max_bytes} bytes)"
                 raise Overloaded(f"{full}; try again, or raise it", retry_after_s=1.0)
             del self._held[oldest]
+            self.ids = tuple(self._held)
             self._dropped.append(oldest)
         drop, self._dropped = tuple(self._dropped), [adapter.id]  # if it fails, some ranks may have it
         await self._executor.load_adapter(adapter, drop)
         self._dropped.clear()
         self._held[adapter.id] = adapter.num_bytes
+        self.ids = tuple(self._held)

@@ -246,6 +246,14 @@ class BlockPool:
             return
         known, hashes, has_pins = self._blocks, self._block_hashes, self.host.pins.most > 0
         assert all(map(self._references.__getitem__, blocks)), f"one of the blocks {blocks} is cached but not held"
+        if not has_pins and known.keys().isdisjoint(contents) and not any(map(hashes.__getitem__, blocks)):  # usual
+            known.update(zip(contents, blocks, strict=True))
+            for block, content in zip(blocks, contents, strict=True):
+                hashes[block] = content
+            self._prefixes.update(prefixes)
+            for prefix in prefixes.values():
+                self.log.add(Tier.DEVICE, prefix)
+            return
         for block, content in zip(blocks, contents, strict=True):
             if known.setdefault(content, block) != block or hashes[block] == content:
                 continue

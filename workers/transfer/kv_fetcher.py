@@ -128,7 +128,7 @@ class KVFetcher:
     ) -> TransferReport:
         try:
             client, link = await self._meet(ticket.owner)
-            ours = [(shard.layout, shard.rank) for shard in self._executor.shards()]
+            ours = tuple([(shard.layout, shard.rank) for shard in self._executor.shards()])
             return await pull(
                 client,
                 self._read,
@@ -137,7 +137,7 @@ class KVFetcher:
                 link=link,
                 read_timeout_s=self._config.transfer.read_timeout_s,
                 block_size=self._config.engine.block_size,
-                pieces=union_of_pieces([shard.layout for shard in ticket.owner.shards], ours),
+                pieces=union_of_pieces(tuple([shard.layout for shard in ticket.owner.shards]), ours),
                 skip_tokens=skip_tokens,
                 order=order,
             )

@@ -44,9 +44,13 @@ def request(workload: Workload, index: int, vocab_size: int, *, slo: SLO = _NO_S
     arrival = workload.arrivals[index]
     first = index - arrival.sample
     group = f"w-{first}" if workload.num_answers(first) > 1 else ""
-    sampling = SamplingParams(temperature=0.0, seed=seed, max_tokens=arrival.output_tokens, ignore_eos=True)
-    prompt = prompt_tokens(workload, index, vocab_size)
+    prompt, sampling = prompt_tokens(workload, index, vocab_size), _sampling(arrival.output_tokens, seed)
     return Request(f"w-{index}", prompt, sampling, slo, session=arrival.session, group=group)
+
+
+@lru_cache(maxsize=4096)
+def _sampling(max_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, seed=seed, max_tokens=max_tokens, ignore_eos=True)
 
 
 def _segment(number: int, count: int, vocab_size: int) -> list[int]:
