@@ -27,7 +27,7 @@ BLOCKS = 600
 
 
 def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
-    """Raises if a kernel is compiled, or loaded from Triton's cache, after the worker is ready."""
+    """Raises if a kernel is compiled, or loaded from Triton's cache, or a graph captured after the worker is ready."""
     figures: dict[str, object] = {}
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # as on a new machine
@@ -42,6 +42,16 @@ def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
     return figures
 
 
+class CountedGraph(torch.cuda.graph):
+    """As `torch.cuda.graph`, which captures; counts the captures."""
+
+    captures = 0
+
+    def __enter__(self) -> None:
+        CountedGraph.captures += 1
+        super().__enter__()
+
+
 async def _measured(model: Path, device: torch.device, dtype: str, *, deterministic: bool) -> dict[str, object]:
     from triton import knobs
 
@@ -51,6 +61,8 @@ async def _measured(model: Path, device: torch.device, dtype: str, *, determinis
         compiled.append(str(given.get("repr")))
 
     knobs.runtime.jit_post_compile_hook = note
+    setattr(torch.cuda, "graph", CountedGraph)  # noqa: B010
+    CountedGraph.captures = 0
     on_gpu = device.type == "cuda"
     sizes = EngineConfig(
         kv_blocks=0 if on_gpu else BLOCKS,
@@ -65,7 +77,7 @@ async def _measured(model: Path, device: torch.device, dtype: str, *, determinis
     config = WorkerConfig("first", "first", str(model), sizes, transfer=transfer, cache=cache, secret="of this part")
     begun_s = time.monotonic()
     executor = await open_solo(config, ModelFolder("first", model), "first-1")
-    ready_s, before = time.monotonic() - begun_s, len(compiled)
+    ready_s, before, graphs = time.monotonic() - begun_s, len(compiled), CountedGraph.captures
     free_bytes, total_bytes = memory_of(device)
     try:
         plans = list(mixed(STEPS, range(RESERVED_BLOCKS, BLOCKS), sizes.block_size))
@@ -74,8 +86,11 @@ async def _measured(model: Path, device: torch.device, dtype: str, *, determinis
         await executor.close()
     if compiled[before:]:
         raise AssertionError(f"compiled after the start: {compiled[before:]}")
+    if CountedGraph.captures > graphs:
+        raise AssertionError(f"{CountedGraph.captures - graphs} graphs captured after the start")
     return {
         "ready_s": ready_s,
+        "graphs_captured": graphs,
         "variants_of_kernels": before,
         "used_share_of_memory": 1 - free_bytes / total_bytes,
         "longest_first_step_ms": 1e3 * max(first),
