@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.gpu.plans import greedy
 from kvtransfer.open import RESERVED_BLOCKS
+from tests.model.families import write_family
 from tests.model.paging import pool_for
 from tests.model.tiny import write_tiny_llama
 from workers.engine.step import Chunk, Draw, StepPlan
@@ -27,6 +28,7 @@ from workers.executor.cuda_graphs import (
     context_bucket,
     cuda_capture,
     graph_bytes,
+    has_graphs,
     padded,
     sequences_bucket,
 )
@@ -35,6 +37,7 @@ from workers.executor.rank import ModelPart
 from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder
 from workers.model.load import load_decoder
+from workers.ops.attention import SDPA, TRITON, Attention
 from workers.request import SamplingParams
 
 GREEDY = Draw(SamplingParams(temperature=0.0), seed=0, position=1)
@@ -217,6 +220,18 @@ def test_the_memory_of_all_graphs_is_known_before_the_pool_is_sized(tmp_path: Pa
         for bucket in sorted(graphs.buckets):
             graphs.capture(*bucket)
     assert ascending.use().reserved > 3 * real.use().reserved
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "expected"),
+    [("llama 3", TRITON, True), ("llama 3", SDPA, False), ("mixtral", TRITON, False), ("qwen 3 next", TRITON, False)],
+)
+def test_what_waits_for_the_device_has_no_graphs(
+    family: str, attention: Attention, expected: bool, tmp_path: Path
+) -> None:
+    folder = ModelFolder("tiny", write_family(tmp_path / "m", family))
+    model = load_decoder(folder, torch.device("cpu"), torch.float32, attention=attention)
+    assert has_graphs(model) == expected
 
 
 @given(st.integers(1, 256), st.integers(1, 200_000))

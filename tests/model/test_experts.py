@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -111,3 +113,21 @@ def test_grouped_experts_compute_the_same(
     assert isinstance(together, GroupedExperts)
     x = torch.randn(tokens, HIDDEN, generator=generator)
     torch.testing.assert_close(together(x), experts(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("capability", "groups"), [((9, 0), True), ((10, 3), True), ((8, 0), False), ((12, 0), False)])
+def test_experts_are_grouped_where_torch_does_not_wait_for_their_sizes(
+    capability: tuple[int, int], groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def weight(columns: int, dtype: torch.dtype, device: str) -> Any:
+        return SimpleNamespace(shape=(32, columns), dtype=dtype, device=torch.device(device))
+
+    assert feed_forward._can_group(weight(64, torch.bfloat16, "cuda:1")) == groups
+    for other in (
+        weight(64, torch.bfloat16, "cpu"),
+        weight(64, torch.float16, "cuda"),
+        weight(60, torch.bfloat16, "cuda"),
+    ):
+        assert not feed_forward._can_group(other)

@@ -87,6 +87,22 @@ def test_without_kernels_torch_computes_and_deterministic_is_refused(monkeypatch
         choose(CPU, torch.float32, deterministic=True)
 
 
+def test_a_backend_is_tried_with_the_heads_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with too little shared memory for wide heads."""
+
+    def narrow(query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scoring: Scoring) -> Tensor:
+        if query.shape[1:] == (2 * 3, 256):
+            raise RuntimeError("out of resource: shared memory")
+        return NATIVE.attend(query, pool, layer, batch, scoring)
+
+    monkeypatch.setattr(attention, "NATIVE", replace(NATIVE, attend=narrow))
+    choose = best_attention.__wrapped__
+    assert choose(CPU, torch.float32, deterministic=True, heads=(3, 128)).attend is narrow
+    assert choose(CPU, torch.float32, deterministic=False, heads=(3, 256)) is SDPA
+    with pytest.raises(ModelError, match="no batch-invariant attention on cpu"):
+        choose(CPU, torch.float32, deterministic=True, heads=(3, 256))
+
+
 def test_the_switch_turns_the_kernels_off() -> None:
     code = "import torch; from workers.ops.attention import best_attention;"
     code += "print(best_attention(torch.device('cpu'), torch.float32, False).name)"

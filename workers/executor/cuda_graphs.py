@@ -105,10 +105,9 @@ class DecodeGraphs:
 
 
 def has_graphs(model: Decoder) -> bool:
-    """Whether no layer waits for the device, which a graph cannot: experts that are not grouped do, and torch's SDPA,
-    which computes latent attention."""
-    config = model.config
-    if config.linear is not None or config.latent is not None:
+    """Whether no layer waits for the device, which a graph cannot: experts that are not grouped do, and torch's
+    attention."""
+    if model.config.linear is not None or model.attention.waits:
         return False
     return not any(isinstance(layer.feed_forward, Experts) for layer in model.layers)
 

@@ -202,11 +202,12 @@ def _load_shard(
             config.name,
         )
     dtype = torch_dtype(engine.dtype)
+    heads = shape.num_heads // shape.num_kv_heads, shape.head_dim
     model = load_decoder(
         folder,
         device,
         dtype,
-        attention=best_attention(device, dtype, engine.deterministic, vectors=1 if shape.latent else 2),
+        attention=best_attention(device, dtype, engine.deterministic, 1 if shape.latent else 2, heads),
         weight_format=engine.weights,
         deterministic=engine.deterministic,
         shard=shard,

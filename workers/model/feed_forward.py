@@ -155,5 +155,11 @@ def grouped(experts: Experts) -> Experts | GroupedExperts:
 
 
 def _can_group(weight: Tensor) -> bool:
-    """Whether matrices such as this one can be grouped without a wait: bfloat16 with rows of whole 16 bytes."""
-    return weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
+    """Whether matrices such as this one can be grouped without a wait: bfloat16 with rows of whole 16 bytes.
+
+    Elsewhere than on Hopper and Blackwell (compute capability 9 and 10) torch multiplies group after group, and first
+    copies their sizes to the host, which no CUDA graph can hold.
+    """
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or weight.shape[1] % 8:
+        return False
+    return torch.cuda.get_device_capability(weight.device)[0] in (9, 10)

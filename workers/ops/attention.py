@@ -53,7 +53,8 @@ class AttendSpan(Protocol):
 
 @dataclass(frozen=True)
 class Attention:
-    """One backend. `batch_invariant`: the bits of a row depend only on its own query and keys.
+    """One backend. `batch_invariant`: the bits of a row depend only on its own query and keys. `waits`: for the device,
+    whose numbers it needs; no CUDA graph can hold it.
 
     `write_kv(pool, key, value, layer, slot_mapping)` stores key and value [tokens, kv_heads, head_dim] of `layer` (the
     pool's own index) at their slots, as `to_slots` makes them.
@@ -63,6 +64,7 @@ class Attention:
     write_kv: Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
     attend: Attend
     batch_invariant: bool = False
+    waits: bool = False
     attend_span: AttendSpan = states.attend_span
 
 
@@ -109,8 +111,8 @@ def _triton_attend(*, invariant: bool) -> Attend:
     return attend
 
 
-REFERENCE = Attention("reference", reference.write_kv, _continued(reference.attend))
-SDPA = Attention("sdpa", sdpa.write_kv, _continued(sdpa.attend))
+REFERENCE = Attention("reference", reference.write_kv, _continued(reference.attend), waits=True)
+SDPA = Attention("sdpa", sdpa.write_kv, _continued(sdpa.attend), waits=True)
 NATIVE = Attention("native", native.write_kv, native.attend, batch_invariant=True, attend_span=native.attend_span)
 TRITON = Attention("triton", _triton_write_kv, _continued(_triton_attend(invariant=False)))
 TRITON_INVARIANT = Attention(
@@ -119,43 +121,52 @@ TRITON_INVARIANT = Attention(
 
 
 @functools.cache
-def best_attention(device: torch.device, dtype: torch.dtype, deterministic: bool, vectors: int = 2) -> Attention:
+def best_attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool,
+    vectors: int = 2,
+    heads: tuple[int, int] = (2, 64),
+) -> Attention:
     """The fastest backend that works here for a pool of `dtype` on `device`; the first call may compile.
 
     `deterministic` requires a batch-invariant one. `vectors` of a token: K and V, or one, which Triton's kernels do not
-    know. Raises `ModelError` if there is none.
+    know. `heads`: how many share a KV head, and head_dim; some GPUs have too little shared memory for wide ones. Raises
+    `ModelError` if there is none.
     """
     fastest = [TRITON, TRITON_INVARIANT] if device.type == "cuda" else [NATIVE] if library() is not None else []
     fastest = fastest if vectors == 2 or device.type != "cuda" else []
     for attention in [*fastest, SDPA]:
         if deterministic and not attention.batch_invariant:
             continue
-        if _agrees(attention, device, dtype, vectors):
+        if _agrees(attention, device, dtype, vectors, *heads):
             logger.info("attention on %s with %s KV: %s", device, dtype, attention.name)
             return attention
     required = ("batch-invariant " if deterministic else "") + ("attention" if vectors == 2 else "latent attention")
     raise ModelError(f"no {required} on {device} with {dtype} KV works; on a CPU install g++ and do not set {SWITCH}")
 
 
-def _agrees(attention: Attention, device: torch.device, dtype: torch.dtype, vectors: int) -> bool:
+def _agrees(
+    attention: Attention, device: torch.device, dtype: torch.dtype, vectors: int, group: int, head_dim: int
+) -> bool:
     """Whether the backend runs here and computes what the reference does, for a decode and a prompt chunk."""
     generator = torch.Generator().manual_seed(0)
     query_dtype = compute_dtype(device, dtype)
-    pool = to_slots(torch.randn(6, 2, 1, vectors, 16, 64, generator=generator), dtype).to(device)
-    query = torch.randn(4, 4, 64, generator=generator).to(device, query_dtype)
-    key, value = torch.randn(2, 4, 2, 64, generator=generator).to(device, query_dtype)
+    pool = to_slots(torch.randn(6, 2, 1, vectors, 16, head_dim, generator=generator), dtype).to(device)
+    query = torch.randn(4, 2 * group, head_dim, generator=generator).to(device, query_dtype)
+    key, value = torch.randn(2, 4, 2, head_dim, generator=generator).to(device, query_dtype)
 
     def integers(*numbers: object, kind: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(numbers, dtype=kind, device=device)
 
     slots = integers(66, 37, 38, 39, kind=torch.int64)
     batch = RaggedBatch(integers(0, 1, 4), integers(19, 24), integers([3, 4], [5, 2]), slots, 3, 24)
-    results = []
+    scoring, results = Scoring(head_dim**-0.5, 20), []
     for backend in (REFERENCE, attention):
         its_pool = pool.clone()
         try:
             backend.write_kv(its_pool, key, value, 0, slots)
-            results.append((its_pool.view(torch.uint8), backend.attend(query, its_pool, 0, batch, Scoring(0.125, 20))))
+            results.append((its_pool.view(torch.uint8), backend.attend(query, its_pool, 0, batch, scoring)))
         except Exception as error:
             logger.warning("attention %s does not work on %s with %s KV: %s", backend.name, device, dtype, error)
             return False
