@@ -1,6 +1,8 @@
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -253,6 +255,30 @@ def test_every_byte_of_a_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
         bytes_[place] ^= 1
     path.write_bytes(bytes_[8:16] + bytes_[:8] + bytes_[16:])
     assert len({*ids, content.hash_file(path)}) == 23, "neither do pieces change places"
+
+
+def test_a_file_that_shrinks_while_it_is_hashed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: a mapped file would end it. An adapter may be written again while a gateway reads it."""
+    path = tmp_path / "weights"
+    script = f"""if True:
+        from pathlib import Path
+        from workers.errors import ModelError
+        from workers.model import content
+        path, piece = Path({str(path)!r}), content._piece
+        content.PIECE_BYTES = 4096
+        path.write_bytes(bytes(12 * 4096))
+        def truncating(*args):
+            path.write_bytes(b"new")
+            return piece(*args)
+        content._piece = truncating
+        try:
+            content.hash_file(path)
+        except ModelError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{path} was changed while it was read; try again when it is complete\n"
 
 
 def test_a_large_file_is_read_once_until_it_changes(

@@ -6,7 +6,6 @@ Knows files and the cache folder. Knows no torch.
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,9 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 from platformdirs import user_cache_dir
-from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.description import NO_OPINION
 from workers.model.folder import ModelFolder, read_header, weight_files
@@ -24,6 +24,7 @@ from workers.model.folder import ModelFolder, read_header, weight_files
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20  # hashed by one thread at a time; changes the id. The hash of a smaller file is not cached
+READ_BYTES = 1 << 20
 MAX_THREADS = 8  # beyond that, storage is the bottleneck
 ID_LENGTH = 32
 
@@ -63,25 +64,29 @@ def file_id(path: Path) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """xxh3-128 over the xxh3-128 of its pieces, which threads compute."""
+    """xxh3-128 over the xxh3-128 of its pieces, which threads compute. Raises `ModelError` if the file shrinks.
+
+    It is not mapped, because reading a mapped file that shrinks ends the process.
+    """
     size = path.stat().st_size
-    if size == 0:
-        return xxh3_128_hexdigest(b"")
     threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        ThreadPoolExecutor(threads, "hash") as pool,
-    ):
-        mapped.madvise(mmap.MADV_SEQUENTIAL)
-        with memoryview(mapped) as content:
-            pieces = pool.map(lambda start: _piece(content, start), range(0, size, PIECE_BYTES))
+    with path.open("rb") as file, ThreadPoolExecutor(threads, "hash") as pool:
+        pieces = pool.map(lambda start: _piece(file.fileno(), start, size), range(0, size, PIECE_BYTES))
+        try:
             return xxh3_128_hexdigest(b"".join(pieces))
+        except EOFError:
+            raise ModelError(f"{path} was changed while it was read; try again when it is complete") from None
 
 
-def _piece(content: memoryview, start: int) -> bytes:
-    with content[start : start + PIECE_BYTES] as piece:
-        return xxh3_128_digest(piece)
+def _piece(file: int, start: int, size: int) -> bytes:
+    digest, end = xxh3_128(), min(start + PIECE_BYTES, size)
+    while start < end:
+        part = os.pread(file, min(READ_BYTES, end - start), start)
+        if not part:
+            raise EOFError
+        digest.update(part)
+        start += len(part)
+    return digest.digest()
 
 
 def _signature(path: Path) -> str:
