@@ -39,6 +39,9 @@ def open_channel(endpoint: str, access: Access, interceptors: Interceptors = ())
 
     Raises OSError if a file cannot be read, `DiptychError` if `access` does not fit the address.
     """
+    if endpoint.startswith(("http://", "https://")):
+        advice = f"write HOST:PORT, or {SECURE}HOST:PORT for TLS, with the port of gRPC"
+        raise DiptychError("INVALID_ARGUMENT", f"{endpoint} is no address of gRPC; {advice}", field="endpoint")
     secure, address = endpoint.startswith(SECURE), host_port(endpoint)
     if access.has_files and not secure:
         problem = f"{endpoint} is without TLS, so neither a CA nor a certificate has an effect"

@@ -10,11 +10,12 @@ from diptych.codec import seconds
 from diptych.errors import NO_HANDSHAKE, DiptychError
 from diptych.wire import MAX_REQUEST_BYTES
 
-# grpc's messages of failed TLS handshakes, and ours. Waiting fixes none of them.
+# grpc's messages of failed handshakes, and ours. Waiting fixes none of them.
 HANDSHAKES = (
     ("CERTIFICATE_VERIFY_FAILED: ([^:]*)", "the certificate of {0} is not trusted ({1}); give the CA that signed it"),
     ("(Hostname Verification)", "the certificate of {0} is for another host; use a name that is in the certificate"),
     ("(WRONG_VERSION_NUMBER)", "{0} does not use TLS; write grpc://{0}"),
+    ("(http1.x server)", "{0} speaks HTTP; give the port of gRPC, which `diptych serve` prints as grpc://HOST:PORT"),
 )
 CLOSED = re.compile("all addresses.*Socket closed")
 

@@ -19,6 +19,7 @@ from cluster.frontend.servers import Servers, open_servers
 from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec import GatewaySpec, SpecError
 from cluster.spec_file import parse_spec
+from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.view import WorkerState
 from tests.frontend.grpc.fake import FakeDispatcher, gateway_context, view
@@ -372,3 +373,14 @@ async def test_the_readme_example_works(there: Clients, dispatcher: FakeDispatch
 
 def test_the_server_factory_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(open_servers)) is open_servers
+
+
+async def test_a_grpc_client_of_the_http_server_is_told_which_address_to_give(there: Clients) -> None:
+    port = there.http.base_url.port
+    for endpoint, advice in (
+        (f"127.0.0.1:{port}", "speaks HTTP; give the port of gRPC"),
+        (f"http://127.0.0.1:{port}", "is no address of gRPC; write HOST:PORT"),
+    ):
+        with pytest.raises(DiptychError, match=advice):
+            async with AsyncClient(endpoint) as client:
+                await client.complete("hello")
