@@ -21,10 +21,14 @@ from workers.build import build_worker
 from workers.config import ByteSize, CacheConfig, EngineConfig
 from workers.errors import ModelError
 from workers.executor import kv_pool, opening
+from workers.executor.cuda_graphs import PAGE_BYTES, MemoryUse
 from workers.executor.kv_pool import allocate_pool
 from workers.executor.kv_sizing import HOST_SHARE, DeviceMemory, blocks_in_use, check_blocks, spare_share
 from workers.executor.opening import fullest_step, has_default_host_cache, open_solo
+from workers.executor.rank import ModelPart
+from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
+from workers.model.load import load_decoder
 from workers.profiles.capacity import kv_capacity_tokens
 
 GIB = 2**30
@@ -112,6 +116,38 @@ def test_a_pool_as_large_as_a_gpu_was_found_to_hold_is_allocated(
     assert allocate_pool(layout, blocks, cpu, spare=spare).region.num_blocks == blocks == 1000 * utilization
     with pytest.raises(ModelError, match="do not fit"):
         allocate_pool(layout, max(blocks, 900) + 1, cpu, spare=spare)
+
+
+def test_a_gpu_measures_its_steps_and_graphs_over_scratch_blocks(
+    model: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With counters in the place of CUDA's: the peak of both steps, and every call that a GPU makes."""
+    captures: list[object] = []
+    allocated = iter((1000, 5000))
+    for name, value in {
+        "reset_peak_memory_stats": lambda device: None,
+        "memory_allocated": lambda device: next(allocated),
+        "max_memory_allocated": lambda device: next(allocated),
+        "synchronize": lambda device: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def capture(work: Any) -> Any:
+        captures.append(work)
+        work()
+        return work
+
+    monkeypatch.setattr(opening, "cuda_capture", lambda: capture)
+    monkeypatch.setattr(opening, "cuda_memory_use", lambda device: MemoryUse(7 * len(captures), -len(captures)))
+    decoder = load_decoder(model, torch.device("cpu"), torch.float32)
+    engine = EngineConfig(max_running=3, max_batch_tokens=24, block_size=8)
+    facts = opening.model_facts(model, read_model_config(model.path), replace(engine, dtype="float32"))
+    measured = opening._measured(
+        ModelPart(decoder), facts.layout, torch.device("cpu"), engine, CONTEXT, is_captured=True
+    )
+    assert measured == (4000, 7 + 3 * PAGE_BYTES)  # of the first graph, and a page for each of three
+    assert len(captures) == 3
 
 
 def test_what_cannot_hold_one_request_is_refused_with_what_to_change() -> None:
