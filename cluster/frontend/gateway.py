@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from cluster.events import ClusterError, Delta, Event, Rejected, Unservable
+from cluster.events import ClusterError, DeadlineExceeded, Delta, Event, Rejected, Unservable
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.embedding import PromptEmbedding, pooling_of
 from cluster.frontend.models import adapter_named, resolve
@@ -172,9 +172,13 @@ class Gateway:
         request_id = options.request_id or new_id()
         running = self._enter(request_id, options, sampling.num_answers, send_delta)
         try:
-            if sampling.grammar is not None:
-                sampling = replace(sampling, grammar=await self._checked(sampling.grammar))
-            tokens = await self.encode(prompt, sampling.max_tokens or 1)
+            try:
+                async with asyncio.timeout(options.deadline_s):
+                    if sampling.grammar is not None:
+                        sampling = replace(sampling, grammar=await self._checked(sampling.grammar))
+                    tokens = await self.encode(prompt, sampling.max_tokens or 1)
+            except TimeoutError:
+                raise DeadlineExceeded("admission") from None
             request = Request(
                 request_id,
                 tokens,

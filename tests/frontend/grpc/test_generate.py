@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cluster.events import Accepted, Completed, Rejected
+from cluster.events import Accepted, Completed, DeadlineExceeded, Rejected
 from cluster.frontend.gateway import GenerateOptions, RequestCancelled
-from cluster.frontend.text import TextDelta, TextEvent, TextPrompt
+from cluster.frontend.text import TextDelta, TextEvent, TextPrompt, TokenPrompt
 from diptych.client import Answer, AsyncClient
 from diptych.errors import DiptychError
 from tests.frontend.grpc.fake import LINK, REPORT, FakeDispatcher, gateway_context, gateway_without_servers
@@ -254,6 +254,32 @@ async def test_a_request_may_be_cancelled_while_its_prompt_is_encoded(dispatcher
     with pytest.raises(RequestCancelled, match="was cancelled by its caller"):
         await first
     assert gateway.active == 0 and not dispatcher.requests
+
+
+async def test_a_deadline_ends_a_request_whose_grammar_or_prompt_is_still_read(dispatcher: FakeDispatcher) -> None:
+    go_on = threading.Event()
+
+    class Slow(ByteTokenizer):
+        def check_grammar(self, grammar: Grammar) -> Grammar:
+            go_on.wait(30.0)
+            return grammar
+
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+            go_on.wait(30.0)
+            return super().encode(text)
+
+    gateway = gateway_without_servers(gateway_context(dispatcher), Slow())
+    options = GenerateOptions(deadline_s=0.05)
+    try:
+        for prompt, sampling in (
+            (TokenPrompt((1,)), SamplingParams(grammar=Grammar("regex", "a"))),
+            (TextPrompt("x" * 4097), SamplingParams()),
+        ):
+            with pytest.raises(DeadlineExceeded, match="during admission"):
+                await anext(gateway.generate(prompt, sampling, options))
+            assert gateway.active == 0 and not go_on.is_set()
+    finally:
+        go_on.set()
 
 
 async def test_requests_with_the_same_new_grammar_share_its_check(dispatcher: FakeDispatcher) -> None:
