@@ -99,7 +99,7 @@ class _Town:
             if len(self._under_way) > BUSY:
                 key = self._under_way.pop(draw.randrange(BUSY // 2)).key
                 policy.prefilled(key, self._now_s, 0.1)
-                policy.ended(key, self._now_s)
+                policy.ended(key, self._now_s, 20)
 
 
 def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:

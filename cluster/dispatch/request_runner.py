@@ -210,7 +210,7 @@ class RequestRunner:
         """The finish reason; None if another attempt replaces this one."""
         placement = self._take_replacement(state) or await self._place(state)
         self._note_placement(state, placement)
-        key = state.request.key
+        key, num_tokens = state.request.key, 0
         state.attempt = attempt = self._make_attempt(state, placement)
         try:
             if not placement.colocated:
@@ -229,9 +229,11 @@ class RequestRunner:
             state.emit(accepted)
             self._observer.on_placed(state.request, accepted)
             state.token_observers = self._observer.token_observers(state.request, placement.decode)
-            return await self._run_attempt(state, attempt)
+            finish = await self._run_attempt(state, attempt)
+            num_tokens = len(state.sent) - len(state.request.generated) if finish is not None else 0
+            return finish
         finally:
-            self._policy.ended(key, _now_s())
+            self._policy.ended(key, _now_s(), num_tokens)
             self._admission_queue.changed()
             attempt.release()
             state.end_attempt(attempt)

@@ -32,9 +32,11 @@ class Work:
     turn_s: float = 0.0
     reserved_s: float = 0.0  # when the decode worker reserved its blocks and the prompt was sent; 0: not yet
     correction: float = 1.0  # factor contained in `prefill_s`
+    plain_tpot_s: float = 0.0  # predicted by the cost model, without corrections; 0: unknown
     borrows: bool = False  # memory of lenders, too
     is_cut: bool = False  # `prefill` computes the first `new_tokens` only, `decode` the rest
     tpot_slo_s: float | None = None
+    computed_s: float = 0.0  # `_computed_s` of its decode worker when it started to decode
 
     @property
     def decodes(self) -> bool:
@@ -98,6 +100,7 @@ class ActiveRequests:
         self._changed: set[str] = set()  # workers changed since the last `changed` call
         self._worker_loads: dict[str, WorkerLoad] = {}  # cache, dropped on change
         self._prefilled_s: dict[str, float] = {}  # worker -> when it last finished a prompt of ours
+        self._computed_s: dict[str, float] = {}  # worker -> seconds of our prompts it has computed
         self._ended_s: dict[str, float] = {}  # worker -> when a decode of ours last ended there
         self._num_decoded = 0
         self._mean_decode_s = 0.0
@@ -197,6 +200,10 @@ class ActiveRequests:
             self._add_decode(work, work.decode)
             self._mark_changed(work.decode)
 
+    def prompt_seconds_beside(self, work: Work) -> float:
+        """Predicted seconds that its worker has spent on our prompts since it started to decode."""
+        return self._computed_s.get(work.decode, 0.0) - work.computed_s
+
     def reserved(self, key: str, now_s: float) -> None:
         """Its decode worker reserved blocks, and its prompt is sent now. Unknown keys are ignored."""
         if work := self._works.get(key):
@@ -220,6 +227,8 @@ class ActiveRequests:
             return None
         work.turn_s = self._turn_s(work)
         work.prefilled_s = work.first_token_s = now_s
+        self._computed_s[work.prefill] = self._computed_s.get(work.prefill, 0.0) + work.prefill_s
+        work.computed_s = self._computed_s.get(work.decode, 0.0)
         self._drop(self._prefilling, work.prefill, key)
         self._prefilled_s[work.prefill] = now_s
         self._mark_changed(work.prefill, work.decode)
@@ -235,12 +244,13 @@ class ActiveRequests:
             self._add_decode(work, worker)
             self._mark_changed(work.decode, worker)
         work.decode = worker
+        work.plain_tpot_s = 0.0  # its steps are from two workers, so they are no sample of either
 
-    def ended(self, key: str, now_s: float) -> None:
-        """It finished, failed or was cancelled. Unknown keys are ignored."""
+    def ended(self, key: str, now_s: float) -> Work | None:
+        """It finished, failed or was cancelled. Returns the removed work; None for an unknown key."""
         work = self._works.pop(key, None)
         if work is None:
-            return
+            return None
         if work.prefilled_s is None:
             self._drop(self._prefilling, work.prefill, key)
             self._mark_changed(work.prefill)
@@ -250,6 +260,7 @@ class ActiveRequests:
             self._ended_s[work.decode] = now_s
             if work.prefilled_s is not None:
                 self._learn(now_s - work.prefilled_s)
+        return work
 
     @contextmanager
     def without(self, key: str) -> Iterator[None]:

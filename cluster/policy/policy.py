@@ -122,7 +122,7 @@ class Policy:
     def began(self, ask: PlacementRequest, placement: Placement) -> None:
         """The attempt was sent to the chosen workers."""
         request = ask.request
-        prefill = self._worker(ask, placement.prefill)
+        prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
         cached_tokens = _cached_tokens(ask, placement)
         cut_tokens = placement.cut(request)
         new_tokens = max(1, (cut_tokens or request.num_tokens) - cached_tokens)
@@ -141,6 +141,7 @@ class Policy:
             began_s=ask.now_s,
             first_token_s=ask.now_s + queue_s + prefill_s,
             correction=self._latency.prompt_correction(prefill),
+            plain_tpot_s=self._latency.plain_tpot_seconds(ask, decode),
             tpot_slo_s=request.slo.tpot_s,
             borrows=bool(placement.lenders),
             is_cut=cut_tokens > 0,
@@ -180,10 +181,12 @@ class Policy:
         self.began(ask, placement)
         return self.for_client(ask, placement)
 
-    def ended(self, key: str, now_s: float) -> None:
-        """The attempt ended. Unknown keys are ignored."""
+    def ended(self, key: str, now_s: float, num_tokens: int = 0) -> None:
+        """The attempt ended after `num_tokens` tokens (0: it did not finish). Unknown keys are ignored."""
         self.index.settle(key, now_s)
-        self.active.ended(key, now_s)
+        work = self.active.ended(key, now_s)
+        if work is not None and num_tokens:
+            self._latency.learn_steps(work, num_tokens, now_s)
 
     def answered(self, request: Request, output: Sequence[int], finish: FinishReason | None, worker: str = "") -> None:
         """The request ended with this answer over all attempts; `finish` None: cancelled or failed.

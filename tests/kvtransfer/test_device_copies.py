@@ -1,4 +1,8 @@
-"""The kernel leaves the bytes that plain copies would leave, in Triton's interpreter."""
+"""The kernel leaves the bytes that plain copies would leave, in Triton's interpreter; and it compiles for a GPU."""
+
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -60,3 +64,28 @@ def test_ranges_of_other_shards_and_block_sizes_land(heads: tuple[int, int], blo
     copies = plan_copies(Piece(0, heads, (0, 2)), source, target, theirs, ours, 0, num_tokens)
     assert variant(0, 0, copies)["VECTOR"] == 2, "KV of the usual layouts moves 16 bytes at a time"
     check(copies, 6 * source.block_bytes, len(ours) * target.block_bytes)
+
+
+COMPILE = """
+import re
+import numpy as np
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvtransfer.backends.device_copies import _copy, variant
+for aligned, wide in ((16, "global.v2.b64"), (4, "global.b32"), (1, "global.b8")):
+    fixed = variant(0, 0, np.array([[0, 0, aligned]]))
+    warps = fixed.pop("num_warps")
+    kinds = {"target": "i64", "source": "i64", "ranges": "*i64"} | dict.fromkeys(fixed, "constexpr")
+    source, target = ASTSource(_copy, kinds, fixed), GPUTarget("cuda", 90, 32)
+    made = triton.compile(source, target=target, options={"num_warps": warps})
+    assert made.asm["cubin"]
+    assert "ld." + wide in made.asm["ptx"] and "st." + wide in made.asm["ptx"], made.asm["ptx"]
+"""
+
+
+@pytest.mark.full
+def test_the_kernel_compiles_for_a_gpu_with_wide_loads_and_stores() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    made = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0, made.stderr

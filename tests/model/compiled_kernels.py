@@ -41,10 +41,6 @@ from workers.ops.narrow import to_slots
 from workers.ops.scoring import Heads, Scoring
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WATCHED = (  # instructions
-    *("wgmma", "mul.hi.u64", "div.rn.f32", "div.full.f32"),
-    *(f"{way}.global.{width}" for way in ("ld", "st") for width in ("v2.b64", "b32", "b8")),
-)
 LAYERS, SIZE = 3, 16  # of a pool: layers, tokens of a block
 
 
@@ -64,7 +60,7 @@ class Hopper:
 @dataclass(frozen=True, slots=True)
 class Variant:
     """`copies`: widths in bytes of asynchronous copies to shared memory. `stack_bytes`: of a thread, for spills.
-    `fused`: the number of multiply-adds of float32, and whether ptxas may make more of them. `found`: of WATCHED.
+    `fused`: the number of multiply-adds of float32, and whether ptxas may make more of them.
     """
 
     case: str
@@ -74,7 +70,7 @@ class Variant:
     registers: int
     stack_bytes: int
     copies: tuple[int, ...]
-    found: tuple[str, ...]
+    has_wgmma: bool
     fused: tuple[int, bool]
 
 
@@ -113,7 +109,7 @@ def _variant(case: str, kernel: Any) -> Variant:
     metadata = kernel.metadata
     return Variant(
         case, kernel.name, metadata.num_warps, metadata.shared, int(numbers["REG"]), int(numbers["STACK"]),
-        tuple(sorted({int(width, 16) for width in copies})), tuple(each for each in WATCHED if each in ptx),
+        tuple(sorted({int(width, 16) for width in copies})), "wgmma" in ptx,
         (ptx.count("fma.rn.f32"), metadata.enable_fp_fusion),
     )  # fmt: skip
 

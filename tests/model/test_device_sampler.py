@@ -1,6 +1,8 @@
 """The GPU's sampler takes the host's tokens: torch on the CPU, the kernel in Triton's interpreter."""
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -20,6 +22,28 @@ from workers.executor.sampler import sample, sample_finite
 
 pytest.importorskip("triton")
 DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))
+
+COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from workers.ops.triton_filters import _bound
+from workers.ops.triton_sampling import _decide, _sample, _summarize
+
+def ptx(kernel, *types, **sizes):
+    signature = dict(zip(kernel.arg_names, [*types, *["constexpr"] * len(sizes)]))
+    return compile(ASTSource(kernel, signature, sizes), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+for scores, filtered in ("*fp32", True), ("*bf16", False):
+    ptx(_summarize, scores, "i32", "*fp32", "*i32", "i32", TILE=1024)
+    types = [scores, "i32", "*fp32", "*i32", "*i64", "*fp64", "*fp64", "*i32", "*i64", "i32"]
+    sizes = {"TILE": 1024, "TILES": 128, "FILTERED": filtered}
+    found = ptx(_sample, *types, **sizes)
+    assert "mul.hi.u64" in found and "div.rn.f32" in found and "div.full.f32" not in found
+    ptx(_decide, *types, **sizes)
+types = ["*bf16", "i32", "*fp32", "i32", "*i64", "*fp64", "*fp64", "i32"]
+ptx(_bound, *types, TILE=4096, TILES=128, UNUSED=16)
+"""
 
 
 def random_logits(rows: int, vocab: int, spread: float, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -178,3 +202,10 @@ def test_a_gpu_whose_tokens_differ_is_not_trusted(
 
 def test_a_cpu_samples_on_the_host() -> None:
     assert device_sampler._sampler(torch.device("cpu"), torch.float32, 9) is sample_finite
+
+
+@pytest.mark.full
+def test_the_kernel_compiles_for_a_gpu() -> None:
+    subprocess.run(
+        [sys.executable, "-c", COMPILE], check=True, env={**os.environ, "TRITON_INTERPRET": "0"}, timeout=300
+    )

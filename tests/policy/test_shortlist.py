@@ -102,7 +102,7 @@ def follow(policies: tuple[Policy, ...], ask: PlacementRequest, placed: object, 
         if fate > 0:
             policy.prefilled(ask.request.key, ask.now_s + 0.5, 0.4)
         if fate > 1:
-            policy.ended(ask.request.key, ask.now_s + 1.5)
+            policy.ended(ask.request.key, ask.now_s + 1.5, 7)
         policy.active.check()
 
 
@@ -224,26 +224,27 @@ class Town:
                     policy.prefilled(wanted.key, self.now_s)
                 elif fate < 0.03:
                     policy.prefilled(wanted.key, self.now_s)
-                    policy.ended(wanted.key, self.now_s)
+                    policy.ended(wanted.key, self.now_s, 20)
             if 0.02 <= fate < 0.03:
                 self.under_way.remove(wanted)
 
 
 @pytest.mark.parametrize("roles", ["pd", "m", "ppdm"])
 @pytest.mark.parametrize("cost", [REAL, A100], ids=["linear", "roofline"])
-def test_of_many_workers_the_shortlist_has_as_good_ones_as_an_exhaustive_search(cost: CostModel, roles: str) -> None:
-    """Which of two equal workers is chosen may differ."""
-    town = Town(7, cost, roles)
+def test_of_many_workers_the_shortlist_has_those_that_an_exhaustive_search_prefers(cost: CostModel, roles: str) -> None:
+    town, same = Town(7, cost, roles), 0
     later: list[float] = []
     longer: list[float] = []
     for number in range(200):
         short, whole = town.next(number)
         assert short.predicted_ttft_s is not None and whole.predicted_ttft_s is not None
+        same += (short.prefill, short.decode) == (whole.prefill, whole.decode)
         later.append(short.predicted_ttft_s / max(1e-3, whole.predicted_ttft_s))
         longer.append((short.predicted_tpot_s or 0.0) / max(1e-4, whole.predicted_tpot_s or 0.0))
-    as_good = sum(max(ratios) <= 1.05 for ratios in zip(later, longer, strict=True))
-    assert as_good >= 190, "nineteen of twenty are as good in both to 5 %"
-    assert max(sum(later), sum(longer)) <= 1.02 * 200
+    assert same >= 160, "four of five are the very same"
+    for ratios in (later, longer):
+        assert sorted(ratios)[190] <= 1.05, "nineteen of twenty are as good to 5 %"
+        assert sum(ratios) <= 1.02 * len(ratios)
 
 
 @given(
@@ -279,7 +280,7 @@ def test_a_shortlist_that_follows_changes_decides_as_one_that_is_made_anew(
             ended = under_way.pop(0).key
             for policy in (followed, anew):
                 policy.prefilled(ended, town.now_s, 0.1)
-                policy.ended(ended, town.now_s)
+                policy.ended(ended, town.now_s, 20)
 
 
 @given(

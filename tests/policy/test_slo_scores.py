@@ -20,7 +20,7 @@ from cluster.offline.workload.load import load_workload
 from cluster.policy.estimate.correction import Correction, Corrections
 from cluster.policy.estimate.lengths import Calibration
 from cluster.policy.policy import open_policy
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement
 from cluster.policy.slo_attainment import (
     MAX_CLASSES,
     OTHER,
@@ -247,20 +247,6 @@ def test_a_prompt_that_waited_for_memory_is_no_sample_of_speed(compute_s: float 
     assert isinstance(result, Placement) and result.predicted_ttft_s == pytest.approx(0.1 * corrected, rel=0.03)
 
 
-def test_an_engines_ratio_fades_while_its_worker_runs_no_steps() -> None:
-    subject = Story("least-loaded", cost=None).policy._latency
-
-    def corrections(steps: int, ratio: float, now_s: float) -> tuple[float, float]:
-        each = worker("p0", steps=steps, prompt_ratio=ratio, decode_ratio=ratio)
-        subject.tpot_seconds(PlacementRequest(view(each), request(), now_s=now_s), each)
-        return subject.prompt_correction(each), subject.step_correction(each)
-
-    times = (100.0, 160.0, 165.0, 220.0, 1e9)
-    assert [corrections(5, 8.0, now_s) for now_s in times] == [(x, x) for x in (8.0, 8.0, 7.61, 4.5, 1.0)]
-    assert corrections(6, 8.0, 1e9) == (8.0, 8.0), "it has run a step"
-    assert [corrections(6, 0.125, now_s) for now_s in (1e9, 2e9)] == [(0.125, 0.125)] * 2
-
-
 def test_default_costs_give_predictions_once_both_engines_have_learned_of_their_steps() -> None:
     story, default = Story("least-loaded", cost=None), LinearCost()
     fresh = view(worker("p0", steps=3, prompt_ratio=0.5), worker("d0"))
@@ -274,7 +260,7 @@ def test_default_costs_give_predictions_once_both_engines_have_learned_of_their_
 
 @contextmanager
 def believing(patch: pytest.MonkeyPatch, cost: CostModel | None) -> Iterator[list[Dispatcher]]:
-    """Gateways and engines that take this for what steps cost, whatever they do cost."""
+    """Gateways that take this for what steps cost, whatever they do cost."""
     opened: list[Dispatcher] = []
     build = Dispatcher.__init__
 
@@ -285,10 +271,6 @@ def believing(patch: pytest.MonkeyPatch, cost: CostModel | None) -> Iterator[lis
     def deluded(spec: ClusterSpec, seed: int) -> object:
         return open_policy(replace(spec, pools=tuple(replace(pool, cost=cost) for pool in spec.pools)), seed)
 
-    def estimate(_: object, block_bytes: int) -> StepEstimate:
-        return StepEstimate(cost or LinearCost(), block_bytes)
-
-    patch.setattr(engine_module, "StepEstimate", estimate)
     patch.setattr(Dispatcher, "__init__", remembered)
     patch.setattr(dispatcher_module, "open_policy", deluded)
     yield opened
@@ -314,13 +296,14 @@ def test_costs_that_are_off_by_a_factor_are_corrected(
     for kind in ("ttft", "tpot"):
         errors = list(known[kind])
         assert len(errors) == 120
-        assert abs(errors[0]) > 0.2, f"{kind}: at first they are believed"
+        assert abs(median(errors[:4])) > 0.2, f"{kind}: at first they are believed"
         assert abs(median(errors[-60:])) < 0.1, f"{kind}: {median(errors[-60:]):+.2f} is left"
 
 
 def test_without_costs_a_faster_machine_refuses_nobody_that_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = colocated(1, engine=replace(ENGINE, max_running=64, batching="adaptive", kv_blocks=1152))
     spec = replace(spec, gateway=replace(spec.gateway, routing="slo", admission="slo"))
+    monkeypatch.setattr(engine_module, "StepEstimate", lambda _, block_bytes: StepEstimate(LinearCost(), block_bytes))
     fast = models(spec, LinearCost().scaled(0.15))
     load = load_workload("poisson:rate=3,count=40,lengths=7x64-128/192-320+1024/48", seed=1)
     with believing(monkeypatch, None):

@@ -1,10 +1,8 @@
 """Predicts TTFT and TPOT of a placement. Pure.
 
-Costs are `PoolSpec.cost`, or defaults for a pool without one. They are corrected for each worker by what its engine has
-learned of its steps, except those of prompts in a pool with a `cost`, which the measured times of prompts correct.
+Costs are `PoolSpec.cost`, or defaults for a pool without one. Those of a pool are corrected for each worker by the
+measured times of prompts and answers, defaults by what the worker's engine has learned of its steps.
 """
-
-import math
 
 from msgspec import Struct
 
@@ -19,10 +17,8 @@ from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, RESTORED_SHARE,
 from workers.costs import CostModel, LinearCost
 
 _MOSTLY_WAITED = 2.0  # times the compute time: a prompt that took longer mostly waited
-_FRESH_S, _HALVES_S = (
-    60.0,
-    60.0,
-)  # seconds without a step for which an engine's ratio holds, and in which it then halves
+_MAX_PROMPT_SHARE = 0.3  # of an answer's time: with more of it spent on prompts, it is no sample of decode steps
+_MAX_STEPS = 32  # of one answer that count as samples
 WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
 APART = ("static", "prefill-first", "prefill-only")  # batching policies whose steps with prompts have no decodes
 MIN_CHUNK = 16  # prompt tokens; a smaller chunk beside decodes does not pay
@@ -79,7 +75,7 @@ class LatencyPredictor:
         self._speeds = _speeds(spec)
         self._tpot_slo_s = spec.gateway.slo.tpot_s
         self._prompts = Corrections()
-        self._steps: dict[str, tuple[int, float]] = {}  # by slower worker: its number of steps, and since when
+        self._steps = Corrections()
         self._scaled: dict[tuple[str, float], CostModel] = {}  # pool, ratio -> its costs times that
         self._now_s = 0.0  # the latest time seen
 
@@ -150,18 +146,7 @@ class LatencyPredictor:
         """Measured seconds of prompts there per second predicted by the cost model."""
         if self.has_costs(worker):
             return self._prompts.ratio(worker.name, self._now_s)
-        return self._fresh(worker, worker.stats.prompt_ratio)
-
-    def _fresh(self, worker: WorkerView, ratio: float) -> float:
-        """A ratio above 1 decays while no steps run there: a worker that is avoided cannot learn that it is fast."""
-        if ratio <= 1.0:
-            return ratio
-        steps, since_s = self._steps.get(worker.name, (-1, 0.0))
-        if steps != worker.stats.steps:
-            self._steps[worker.name] = worker.stats.steps, self._now_s
-            return ratio
-        silent_s = self._now_s - since_s - _FRESH_S
-        return ratio if silent_s <= 0.0 else float(f"{1.0 + (ratio - 1.0) * math.exp2(-silent_s / _HALVES_S):.3g}")
+        return worker.stats.prompt_ratio
 
     def queue_seconds(self, ask: PlacementRequest, worker: WorkerView) -> float:
         """Seconds of the prompts ahead: ours by their predictions, those of other gateways by their tokens."""
@@ -241,17 +226,27 @@ class LatencyPredictor:
     def tpot_seconds(self, ask: PlacementRequest, worker: WorkerView) -> float:
         """Seconds of a decode step once this request and all with a reserved slot decode there."""
         self._now_s = max(self._now_s, ask.now_s)
-        sequences, tokens = num_sequences(ask, worker) + 1, self._used_tokens(worker) + ask.request.num_tokens
-        return self.step_seconds(worker, sequences, tokens)
+        return self.step_seconds(worker, *self._batch_with(ask, worker))
+
+    def plain_tpot_seconds(self, ask: PlacementRequest, worker: WorkerView) -> float:
+        """The same without corrections."""
+        return self._plain_step_seconds(worker, *self._batch_with(ask, worker))
+
+    def _batch_with(self, ask: PlacementRequest, worker: WorkerView) -> tuple[int, int]:
+        return num_sequences(ask, worker) + 1, self._used_tokens(worker) + ask.request.num_tokens
 
     def step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
         """Seconds of a decode step there with this many sequences and tokens."""
-        plain_s = self.plain_cost(worker).decode_seconds(round(batch), round(context_tokens))
-        return plain_s * self.step_correction(worker)
+        return self._plain_step_seconds(worker, batch, context_tokens) * self.step_correction(worker)
 
     def step_correction(self, worker: WorkerView) -> float:
         """Measured seconds of decode steps there per second predicted by the cost model."""
-        return self._fresh(worker, worker.stats.decode_ratio)
+        if self.has_costs(worker):
+            return self._steps.ratio(worker.name, self._now_s)
+        return worker.stats.decode_ratio
+
+    def _plain_step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
+        return self._pools[worker.pool].cost.decode_seconds(round(batch), round(context_tokens))
 
     def _used_tokens(self, worker: WorkerView) -> int:
         return worker.stats.used_blocks * self.engine(worker).block_size
@@ -271,15 +266,25 @@ class LatencyPredictor:
             measured_s = compute_s
         self._prompts.learn(work.prefill, measured_s, predicted_s, work.prefilled_s)
 
+    def learn_steps(self, work: Work, num_tokens: int, now_s: float) -> None:
+        """Learn from an answer of this many tokens, the first one included."""
+        self._now_s = max(self._now_s, now_s)
+        if work.prefilled_s is None or num_tokens < 2 or work.plain_tpot_s <= 0.0 or now_s <= work.prefilled_s:
+            return
+        if self._active.prompt_seconds_beside(work) > _MAX_PROMPT_SHARE * (now_s - work.prefilled_s):
+            return  # many of its steps had prompts
+        steps = min(num_tokens - 1, _MAX_STEPS)
+        measured_s = (now_s - work.prefilled_s) / (num_tokens - 1)
+        self._steps.learn(work.decode, measured_s * steps, work.plain_tpot_s * steps, now_s)
+
     def cost(self, worker: WorkerView) -> CostModel:
         """The worker's step costs, corrected by its prompts' times."""
         return self._corrected(self._pools[worker.pool], worker)
 
     def _corrected(self, pool: _Pool, worker: WorkerView) -> CostModel:
+        ratio = worker.stats.prompt_ratio
         if pool.is_given:
             ratio = self._prompts.rounded(worker.name, self._now_s) or 0.01
-        else:
-            ratio = self.prompt_correction(worker)
         if ratio == 1.0:
             return pool.cost
         cost = self._scaled.get((worker.pool, ratio))
