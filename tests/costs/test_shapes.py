@@ -99,6 +99,13 @@ def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:
     assert shape_of(str(config(tmp_path, num_key_value_heads=None))).kv_heads == 32
 
 
+def test_a_context_is_known_by_name_or_from_the_config(tmp_path: Path) -> None:
+    assert shape_of(str(config(tmp_path, max_position_embeddings=77, vocab_size=1000))).context_length == 77
+    assert shape_of(str(config(tmp_path, vocab_size=1000))).context_length == 0, "not known"
+    assert shape_of("meta-llama/Llama-2-7b-hf").context_length == 4096
+    assert all(shape.context_length for shape in SHAPES.values())
+
+
 def test_deepseeks_numbers_are_those_that_its_authors_report(tmp_path: Path) -> None:
     """DeepSeek-V2 (2024) and DeepSeek-V3 (2024): parameters that a token activates, embeddings and head included."""
     for name, billions in {"deepseek-v2-lite": 2.4, "deepseek-v2": 21.0, "deepseek-v3": 37.0}.items():

@@ -4,7 +4,7 @@ Without norms and biases; within 1 % of the published numbers of parameters.
 """
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class ExpertsShape:
 class ModelShape:
     """A decoder. `positions`: learned position embeddings. `element_bytes`: of weights, and of KV unless `kv_dtype` is
     set. With `latent` there is one KV head, and `head_dim` is the width of its vectors. `block_size`: tokens of a KV
-    block, each of which also has the state of `linear` layers.
+    block, each of which also has the state of `linear` layers. `context_length`: of the longest sequence; 0: unknown.
 
     Raises `ProfileError` when a number is not positive, or query heads cannot share the KV heads.
     """
@@ -86,13 +86,14 @@ class ModelShape:
     experts: ExpertsShape | None = None
     linear: LinearShape | None = None
     block_size: int = 16
+    context_length: int = field(default=0, compare=False)  # costs do not depend on it
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name == "positions" else 1
-            if field.type is int and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ProfileError(f"model {self.name!r}: {field.name} is {value!r}; it must be an integer >= {least}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            least = 0 if each.name in ("positions", "context_length") else 1
+            if each.type is int and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ProfileError(f"model {self.name!r}: {each.name} is {value!r}; it must be an integer >= {least}")
         if self.heads % self.kv_heads:
             raise ProfileError(f"model {self.name!r}: {self.heads} heads cannot share {self.kv_heads} KV heads")
 
@@ -207,33 +208,34 @@ def _shape(
 _LITE: dict[str, Any] = {
     **{"head_dim": 576, "latent": LatentConfig(512, 0, 128, 64, 128)},
     "experts": ExpertsShape(64, 6, 1408, shared_ffn=2816, dense=1),
+    "context_length": 163_840,
 }
 _V2 = _LITE | {
     "latent": LatentConfig(512, 1536, 128, 64, 128),
     "experts": ExpertsShape(160, 6, 1536, shared_ffn=3072, dense=1),
 }
 _V3 = _V2 | {"experts": ExpertsShape(256, 8, 2048, shared_ffn=2048, dense=3)}
-_OPT: dict[str, Any] = {"gated": False, "tied": True, "positions": 2050}
+_OPT: dict[str, Any] = {"gated": False, "tied": True, "positions": 2050, "context_length": 2048}
 SHAPES = {
     shape.name: shape
     for shape in (
         _shape("opt-13b", 40, 5120, 40, 40, 20480, 50272, **_OPT),
         _shape("opt-66b", 64, 9216, 72, 72, 36864, 50272, **_OPT),
         _shape("opt-175b", 96, 12288, 96, 96, 49152, 50272, **_OPT),
-        _shape("bloom-176b", 70, 14336, 112, 112, 57344, 250880, gated=False, tied=True),
-        _shape("llama-2-7b", 32, 4096, 32, 32, 11008, 32000),
-        _shape("llama-2-13b", 40, 5120, 40, 40, 13824, 32000),
-        _shape("llama-2-70b", 80, 8192, 64, 8, 28672, 32000),
-        _shape("llama-3-8b", 32, 4096, 32, 8, 14336, 128256),
-        _shape("llama-3-70b", 80, 8192, 64, 8, 28672, 128256),
-        _shape("mistral-7b", 32, 4096, 32, 8, 14336, 32000),
-        _shape("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151936, tied=True),
-        _shape("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064),
-        _shape("qwen3-0.6b", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tied=True),
+        _shape("bloom-176b", 70, 14336, 112, 112, 57344, 250880, gated=False, tied=True, context_length=2_048),
+        _shape("llama-2-7b", 32, 4096, 32, 32, 11008, 32000, context_length=4_096),
+        _shape("llama-2-13b", 40, 5120, 40, 40, 13824, 32000, context_length=4_096),
+        _shape("llama-2-70b", 80, 8192, 64, 8, 28672, 32000, context_length=4_096),
+        _shape("llama-3-8b", 32, 4096, 32, 8, 14336, 128256, context_length=8_192),
+        _shape("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, context_length=8_192),
+        _shape("mistral-7b", 32, 4096, 32, 8, 14336, 32000, context_length=32_768),
+        _shape("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151936, tied=True, context_length=32_768),
+        _shape("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064, context_length=131_072),
+        _shape("qwen3-0.6b", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tied=True, context_length=40_960),
         _shape("deepseek-v2-lite", 27, 2048, 16, 1, 10944, 102400, **_LITE),
         _shape("deepseek-v2", 60, 5120, 128, 1, 12288, 102400, **_V2),
         _shape("deepseek-v3", 61, 7168, 128, 1, 18432, 129280, **_V3),
-        _shape("smollm2-135m", 30, 576, 9, 3, 1536, 49152, tied=True),
+        _shape("smollm2-135m", 30, 576, 9, 3, 1536, 49152, tied=True, context_length=8_192),
     )
 }
 # The weights that `serve` takes for these shapes: hub ids (Meta's need an accepted license and a token) and a short
@@ -325,6 +327,7 @@ def _served(path: Path, config: dict[str, Any], model: ModelConfig) -> ModelShap
         experts=experts,
         linear=linear,
         block_size=max(16, min_block_size(model, "float32" if element_bytes == 4 else "bfloat16")),
+        context_length=model.context_length,
     )
 
 
@@ -367,4 +370,5 @@ def _dense(path: Path, config: dict[str, Any]) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", kind in ("opt", "bloom", "gpt2"))),
         positions=config.get("max_position_embeddings", 0) + 2 if kind == "opt" else config.get("n_positions", 0),
         element_bytes=_element_bytes(config),
+        context_length=config.get("max_position_embeddings") or config.get("n_positions") or 0,
     )

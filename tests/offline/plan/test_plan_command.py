@@ -12,7 +12,6 @@ from click.testing import CliRunner, Result
 
 from cluster.cli import main
 from cluster.offline.plan.budget import LIMIT, Budget
-from cluster.offline.plan.context import context_tokens
 from cluster.spec_file import load_spec
 
 LOAD = ["--workload", "poisson:rate=2,lengths=200-600/5-15,count=100"]
@@ -218,13 +217,6 @@ def test_requests_longer_than_the_context_are_named(words: list[str], monkeypatc
     warning = "Warning: 100.0% of the requests are longer than the context of llama-3-8b (8,192 tokens)"
     assert warning in plan(*words, "--ttft", "9").stdout
     assert "Warning" not in plan(*INSTANCE).stdout
-
-
-def test_a_context_is_known_by_name_or_from_the_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 77}')
-    assert context_tokens(str(tmp_path)) == 77
-    assert context_tokens("meta-llama/Llama-2-7b-hf") == 4096
-    assert context_tokens(str(tmp_path / "nothing")) is None
 
 
 def test_help_has_examples() -> None:
