@@ -67,7 +67,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     now_s = time  # see `diptych.clock`
 
     def call_soon(self, *call: Any, context: Context | None = None) -> Any:  # type: ignore[override]
-        handle = _Handle((0.0, 0, context or copy_context(), call))
+        handle = _Handle((0.0, 0, copy_context() if context is None else context, call))  # an empty one is false
         self._ready.append(handle)
         return handle
 
@@ -76,7 +76,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def call_at(self, when: float, *call: Any, context: Context | None = None) -> Any:  # type: ignore[override]
         self._number += 1
-        handle = _Handle((when, self._number, context or copy_context(), call))
+        handle = _Handle((when, self._number, copy_context() if context is None else context, call))
         handle._loop = self
         heapq.heappush(self._timers, handle)
         return handle
