@@ -11,7 +11,7 @@ import click
 
 from benchmarks.hosted import hosted, refuse_foreign_ray
 from benchmarks.sim_vs_real import page, record
-from benchmarks.sim_vs_real.compare import compare
+from benchmarks.sim_vs_real.compare import compare, compared, mean_rows
 from benchmarks.sim_vs_real.systems import KINDS, SYSTEMS, capacity, slo_for, workload
 from cluster.offline.load.grpc_endpoint import drive_cluster
 from cluster.offline.load.sender import LoadOptions
@@ -40,6 +40,11 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--keep-profile", is_flag=True, help="Use the recorded profile instead of measuring one.")
 @click.option("--recorded", is_flag=True, help="Run nothing: simulate the recorded runs again.")
+@click.option(
+    "--against",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Run nothing: how many figures of the recorded runs the real runs of this record meet, and the simulator.",
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=DOCS, help="Write here (docs/).")
 @click.option("--record", "file", type=click.Path(dir_okay=False, path_type=Path), default=record.FILE)
 def main(
@@ -52,6 +57,7 @@ def main(
     seed: int,
     keep_profile: bool,
     recorded: bool,
+    against: Path | None,
     out: Path,
     file: Path,
 ) -> None:
@@ -63,6 +69,9 @@ def main(
     if recorded and (systems or keep_profile):
         raise click.UsageError("--recorded runs nothing; omit the systems and --keep-profile")
     found = record.load(file) if file.exists() else record.Recorded({}, ())
+    if against is not None:
+        _second_run(found, record.load(against))
+        return
     if not recorded:
         refuse_foreign_ray(dict(os.environ))
         for name in systems or tuple(SYSTEMS):
@@ -77,6 +86,22 @@ def main(
     text = page.section(found, comparisons)
     click.echo(text)
     click.echo(f"written: {page.write(text, out)}, {file}", err=True)
+
+
+def _second_run(found: record.Recorded, again: record.Recorded) -> None:
+    """Print by cell how many figures a second real run of the same requests meets, and how many the simulator."""
+    second = {(run.cell, run.seed): run for run in again.runs}
+    cells: dict[object, list[record.RealRun]] = {}
+    for run in found.runs:
+        if second.get((run.cell, run.seed), run).seen != run.seen:  # not the same run
+            cells.setdefault(run.cell, []).append(run)
+    for runs in cells.values():
+        pairs = [(real, second[real.cell, real.seed]) for real in runs]
+        repeated = mean_rows([compared(real, other.run).rows for real, other in pairs])
+        simulated = mean_rows([compare(real, found.profiles[real.system]).rows for real in runs])
+        met, by_simulator = (sum(row.met for row in rows) for rows in (repeated, simulated))
+        name = f"{runs[0].system}, {runs[0].kind}, at {runs[0].load:.0%}"
+        click.echo(f"{name}: of {len(repeated)} figures a second run meets {met}, the simulator {by_simulator}")
 
 
 def _merged(

@@ -117,6 +117,22 @@ def test_a_cluster_twice_as_slow_has_errors() -> None:
     assert f"| TPOT p50 | {tpot_s * 1e3:.1f} ms |" in text and "**-" in text
 
 
+def test_a_second_run_of_the_same_requests_is_counted_beside_the_simulator(tmp_path: Path) -> None:
+    profile = profile_of(COLOCATED)
+    alike, slower = (
+        real_of(ran(COLOCATED, profile_of(COLOCATED, COST.scaled(ratio))), profile) for ratio in (1.01, 2.0)
+    )
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    record.save(Recorded({"colocated": profile}, (real_of(ran(COLOCATED, profile), profile),)), first)
+    for run, texts in ((alike, ["meets 7, the simulator 7"]), (slower, ["meets 0, the simulator 7"])):
+        record.save(Recorded({"colocated": profile}, (run,)), second)
+        result = CliRunner().invoke(main, ["--record", str(first), "--against", str(second)])
+        assert result.exit_code == 0, result.output
+        assert [line.rpartition("run ")[2] for line in result.output.splitlines()] == texts
+    same = CliRunner().invoke(main, ["--record", str(first), "--against", str(first)])
+    assert same.exit_code == 0 and not same.output, "a run is no second run of itself"
+
+
 def test_every_part_of_the_profile_reaches_the_simulation() -> None:
     plain = profile_of(SPLIT, ratio=1.0, call_s=0.0)
     plain = replace(plain, door_s=0.0)
