@@ -14,10 +14,10 @@ from cluster.events import Accepted, Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc.server import GrpcServer
 from cluster.frontend.servers import load_tokenizer
-from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
+from diptych.history import Recent, RequestTrace, Window
 from diptych.shapes import Shape, Timings
 from diptych.view import Adapter, CachedPrompt, ClusterView, ModelView, WorkerState, WorkerView
 from workers.errors import InvalidRequest

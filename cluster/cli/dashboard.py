@@ -14,9 +14,9 @@ from cluster.cli.loans import loan_lines
 from cluster.cli.rates import Rates, StatusWindow, WorkerRates
 from cluster.cli.screen import decision_text, models_text, named_class, size
 from cluster.cli.tiers import tier_lines, tier_problems
-from cluster.observe.history import ClusterEvent, Traffic
 from cluster.policy.slo_attainment import SLOCount
 from diptych.client import ClusterStatus
+from diptych.history import ClusterEvent, Traffic
 from diptych.view import ClusterView, DecisionRecord, WorkerState, WorkerView
 
 WIDE = 120  # columns; narrower screens leave details out

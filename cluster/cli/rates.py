@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.observe.history import Traffic
 from cluster.policy.slo_attainment import ClassScore, SLOCount
+from diptych.history import Traffic
 
 if TYPE_CHECKING:
     from diptych.client import ClusterStatus

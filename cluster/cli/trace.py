@@ -14,7 +14,7 @@ from cluster.cli.screen import say
 from diptych.access import Access
 
 if TYPE_CHECKING:
-    from cluster.observe.history import Window
+    from diptych.history import Window
 
 SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|)")
 SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}

@@ -10,8 +10,8 @@ from dataclasses import replace
 from heapq import merge
 
 from cluster.dispatch.dispatcher import Dispatcher
-from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.policy.slo_attainment import GatewayAttainment
+from diptych.history import Recent, RequestTrace, Window
 from diptych.shapes import Shape, Timings
 from diptych.slo import Calibration
 from diptych.view import ClusterView, TaskFailures

@@ -18,12 +18,11 @@ from cluster.dispatch.migration_loop import MigrationLoop
 from cluster.dispatch.request_runner import RequestRunner
 from cluster.dispatch.worker_client import WorkerClient
 from cluster.events import Event, Rejected
-from cluster.observe.history import History, Recent, RequestTrace, Window
+from cluster.observe.history import History
 from cluster.observe.ledger import now_ns
 from cluster.observe.load_reporter import LoadReporter
-from cluster.observe.request_log import RequestLog
 from cluster.observe.request_metrics import RequestMetrics
-from cluster.observe.request_observer import RequestObserver, RequestObservers, SLOObserver
+from cluster.observe.request_observer import RequestLog, RequestObserver, RequestObservers, SLOObserver
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import open_policy
 from cluster.policy.slo_attainment import GatewayAttainment, SLOScores
@@ -31,6 +30,7 @@ from cluster.runtime.interface import WorkerStub
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec, Role
 from diptych.clock import now_s
+from diptych.history import Recent, RequestTrace, Window
 from diptych.shapes import Shape, Timings
 from diptych.view import Adapter, CachedPrompt, ClusterView, ModelView
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed, WorkerError

@@ -18,7 +18,6 @@ from cluster.dispatch.placement import Placer
 from cluster.dispatch.request_state import Replacement, RequestState
 from cluster.dispatch.worker_call import AttemptFailed
 from cluster.events import Accepted, AttemptsExhausted, Completed, DeadlineExceeded, Delta, Event, Rejected, Unservable
-from cluster.observe.history import RequestTrace
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.observe.request_observer import RequestEnd, RequestObserver
 from cluster.observe.request_timing import RequestTiming
@@ -27,6 +26,7 @@ from cluster.policy.policy import Policy
 from cluster.policy.routing.router import Placement, Refusal
 from cluster.spec import ClusterSpec
 from diptych.background_tasks import BackgroundTasks
+from diptych.history import RequestTrace
 from workers.log_fields import log_fields
 from workers.request import FinishReason, Request, TokensOut
 

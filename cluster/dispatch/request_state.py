@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from cluster.dispatch.attempt import Attempt, Phase
 from cluster.dispatch.placement import PlacementQuery
 from cluster.events import Completed, Event
-from cluster.observe.history import MAX_TEXT_CHARS, RequestTrace
+from cluster.observe.history import MAX_TEXT_CHARS
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.observe.request_observer import OnTokens
 from cluster.observe.request_timing import RequestTiming
 from cluster.policy.routing.router import Placement
+from diptych.history import RequestTrace
 from kvtransfer.ticket import TransferReport
 from workers.request import FinishReason, Request
 

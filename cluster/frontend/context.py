@@ -6,9 +6,9 @@ from typing import Protocol
 
 from cluster.dispatch.capacity import ServingCapacity
 from cluster.events import Event
-from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, Role
+from diptych.history import Recent, RequestTrace, Window
 from diptych.shapes import Shape, Timings
 from diptych.view import Adapter, CachedPrompt, ClusterView, DecisionRecord, ModelView
 from workers.request import Request

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.models import adapter_named, resolve
-from cluster.observe.metrics.responses import Responses
+from cluster.observe.metrics.gateway import Responses
 from cluster.spec import ClusterSpec
 from diptych.view import ClusterView
 from workers.errors import InvalidRequest

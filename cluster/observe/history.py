@@ -12,12 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from cluster.observe.request_observer import OnTokens, RequestEnd, RequestObserver
-from diptych.history import ClusterEvent as ClusterEvent
-from diptych.history import Load as Load
-from diptych.history import Recent as Recent
-from diptych.history import RequestTrace as RequestTrace
-from diptych.history import Traffic as Traffic
-from diptych.history import Window as Window
+from diptych.history import ClusterEvent, Load, Recent, RequestTrace, Traffic, Window
 from diptych.view import ClusterView
 from kvtransfer.ticket import TransferReport
 from workers.request import Request

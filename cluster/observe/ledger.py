@@ -1,19 +1,23 @@
-"""The latency ledger: durations of phases that sum exactly to TTFT and to the total.
+"""The latency ledger: durations of phases that sum exactly to TTFT and to the total; as spans, with their workers.
 
 The dispatcher laps a `Stopwatch` on one clock, so the request is in exactly one phase at any time. A worker's own
 measurements only divide a lap; the rest of the lap is time on the wire. Durations are integer nanoseconds, so sums are
 exact.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from diptych.clock import now_s
 from diptych.events import PHASES as PHASES
 from diptych.events import LatencyLedger as LatencyLedger
+from diptych.history import RequestTrace
 
 TRANSFER = "transfer"  # not a phase, because it overlaps with phases
 MIN_SPAN_NS = 1_000
+AT_PREFILL = ("prefill_queue", "prefill_compute", "prefill_wire", "prefill")
+AT_DECODE = ("transfer_wait", "decode_queue", "decode_compute", "decode_wire", "transfer", "decode")
+UNFINISHED = ", no further part known"
 
 
 def now_ns() -> int:
@@ -95,3 +99,36 @@ def transfer_span(ledger: LatencyLedger, begin_ns: int, transfer_ns: int) -> Spa
 def is_visible(span: Span) -> bool:
     """Whether it lasts a microsecond or more."""
     return span.end_ns - span.begin_ns >= MIN_SPAN_NS
+
+
+def parts(trace: RequestTrace) -> tuple[Span, ...]:
+    """Spans of the request's whole time; the time that is not in the ledger comes last."""
+    found = phase_spans(trace.ledger, trace.arrived_ns)
+    if not trace.open_ns:
+        return found
+    return (*found, Span(trace.phase + UNFINISHED, trace.end_ns - trace.open_ns, trace.end_ns))
+
+
+def located_parts(trace: RequestTrace, gateway: str) -> Iterator[tuple[str, Span]]:
+    """The parts, each with its worker or the gateway. A decode is split where it migrated."""
+    return ((_place(piece, trace, gateway), piece) for span in parts(trace) for piece in _cut(span, trace))
+
+
+def _cut(span: Span, trace: RequestTrace) -> Iterator[Span]:
+    begin_ns = span.begin_ns
+    if span.name.removesuffix(UNFINISHED) in AT_DECODE:
+        for at_ns, _ in trace.moves:
+            if begin_ns < at_ns < span.end_ns:
+                yield Span(span.name, begin_ns, at_ns)
+                begin_ns = at_ns
+    yield Span(span.name, begin_ns, span.end_ns)
+
+
+def _place(span: Span, trace: RequestTrace, gateway: str) -> str:
+    phase = span.name.removesuffix(UNFINISHED)
+    if phase in AT_PREFILL:
+        return trace.prefill_worker or gateway
+    if phase in AT_DECODE:
+        moved = [worker for at_ns, worker in trace.moves if at_ns <= span.begin_ns]
+        return moved[-1] if moved else trace.decode_worker or gateway
+    return gateway

@@ -18,13 +18,12 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from cluster.observe.history import RequestTrace
-from cluster.observe.ledger import is_visible, now_ns, transfer_span
+from cluster.observe.ledger import is_visible, located_parts, now_ns, transfer_span
 from cluster.observe.request_metrics import stages
 from cluster.observe.request_observer import RequestEnd, RequestObserver
-from cluster.observe.request_trace import located_parts
 from cluster.observe.trace_context import trace_headers
 from cluster.spec import ClusterSpec, TracingSpec
+from diptych.history import RequestTrace
 from workers.log_fields import log_fields
 from workers.request import FinishReason, Request
 

@@ -1,4 +1,5 @@
 """The interface of everything that records requests: metrics, history, SLO scores, load reports, logs, spans.
+Has the smallest of them, too.
 
 on_arrived ─> (on_placed ─> on_transfer, on_prefilled, on_first_token, on_moved | on_replaced)... ─> on_end
 
@@ -6,6 +7,7 @@ For speed, tokens are reported separately: `token_observers` is called once per 
 outputs of its worker.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +17,10 @@ from cluster.events import Accepted, Completed
 from cluster.policy.slo_attainment import Ended, SLOScores
 from diptych.history import RequestTrace
 from kvtransfer.ticket import TransferReport
+from workers.log_fields import log_fields
 from workers.request import Request
+
+logger = logging.getLogger(__name__)
 
 # Gets the number of new tokens, and the seconds before each of them (none for the answer's first).
 OnTokens = Callable[[int, Sequence[float]], None]
@@ -99,3 +104,39 @@ class RequestObservers(RequestObserver):
 def _call_each(functions: Sequence[Callable[..., None]], *args: object) -> None:
     for function in functions:
         function(*args)
+
+
+class RequestLog(RequestObserver):
+    """Logs each request: its workers, and its end."""
+
+    def __init__(self, gateway: str) -> None:
+        self._gateway = gateway
+
+    def on_placed(self, request: Request, accepted: Accepted) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        prefill, decode = accepted.prefill_worker, accepted.decode_worker
+        extra = log_fields(
+            self._gateway, request.id, attempt=request.attempt, prefill_worker=prefill, decode_worker=decode
+        )
+        logger.info("request %s goes to %s and %s: %s", request.id, prefill, decode, accepted.reason, extra=extra)
+
+    def on_end(self, end: RequestEnd) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        request, tokens, trace = end.request, end.num_tokens, end.trace()
+        ledger = trace.ledger
+        extra = log_fields(
+            self._gateway,
+            request.id,
+            outcome=end.score.outcome,
+            prompt_tokens=len(request.prompt),
+            cached_tokens=trace.cached_tokens,
+            **{f"cached_{source}_tokens": count for source, count in trace.cached_from},
+            output_tokens=tokens,
+            class_name=request.slo.class_name,
+            ttft_ms=ledger.ttft_ns / 1e6 if tokens else None,
+            total_ms=ledger.total_ns / 1e6,
+        )
+        reason = f": {end.error}" if isinstance(end.error, Exception) else ""
+        logger.info("request %s %s after %d tokens%s", request.id, end.score.outcome, tokens, reason, extra=extra)

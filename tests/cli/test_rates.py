@@ -11,10 +11,10 @@ from rich.console import Console
 
 from cluster.cli.dashboard import duration_text, screen
 from cluster.cli.rates import Snapshot, StatusWindow, rates
-from cluster.observe.history import ClusterEvent, Recent, Traffic
 from cluster.policy.slo_attainment import ClassScore, GatewayAttainment, SLOCount
 from cluster.spec import Role
 from diptych.client import ClusterStatus
+from diptych.history import ClusterEvent, Recent, Traffic
 from diptych.view import Decision, DecisionRecord, WorkerState
 from tests.frontend.grpc.fake import view
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.trace import _write
-from cluster.observe.history import Window
+from diptych.history import Window
 
 FORGOTTEN_S = 1_795_370_705
 FORGOTTEN_NS = FORGOTTEN_S * 10**9 + 703_589_123

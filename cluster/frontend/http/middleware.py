@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.frontend.auth import Guard, KeyRefused, TenantRefused
 from cluster.frontend.http.failures import failure_of
 from cluster.frontend.http.ui.routes import FILES
-from cluster.observe.metrics.responses import Responses
+from cluster.observe.metrics.gateway import Responses
 from diptych.request_ids import is_usable, new_id
 
 NAME = "diptych.name"  # keys in an ASGI scope

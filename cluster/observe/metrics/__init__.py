@@ -8,10 +8,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.observe.metrics.families import Counts, Rows
-from cluster.observe.metrics.requests import request_families
-from cluster.observe.metrics.responses import response_families
-from cluster.observe.metrics.slo_metrics import decision_families, slo_families
-from cluster.observe.metrics.supervision import supervision_families
+from cluster.observe.metrics.gateway import (
+    decision_families,
+    request_families,
+    response_families,
+    slo_families,
+    supervision_families,
+)
 from cluster.observe.metrics.vllm import vllm_families
 from cluster.observe.metrics.workers import worker_families
 from cluster.policy.slo_attainment import GatewayAttainment

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any
 
-from cluster.observe.history import Load, RequestTrace, Window
-from cluster.observe.ledger import Span, transfer_span
-from cluster.observe.request_trace import located_parts, parts
+from cluster.observe.ledger import Span, located_parts, parts, transfer_span
 from cluster.offline.report.perfetto import REQUESTS, Event, named, track, us
 from cluster.offline.report.spans import in_lanes
+from diptych.history import Load, RequestTrace, Window
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from cluster.events import Accepted, Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.text import Tokenizer
-from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.estimate.lengths import Calibration
 from cluster.policy.slo_attainment import Ended, GatewayAttainment, SLOScores
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
+from diptych.history import Recent, RequestTrace, Window
 from diptych.shapes import Shape, Timings
 from diptych.view import Adapter, CachedPrompt, ClusterView, ModelView, WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport, TransferReport

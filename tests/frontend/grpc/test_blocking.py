@@ -8,9 +8,9 @@ import pytest
 
 from cluster.events import Accepted, Completed
 from cluster.frontend.text import TextDelta
-from cluster.observe.history import Window
 from diptych.client import AsyncClient, Client
 from diptych.errors import DiptychError
+from diptych.history import Window
 from diptych.shapes import Shape
 
 

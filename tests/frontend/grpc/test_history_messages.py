@@ -3,8 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.observe.history import MAX_TEXT_CHARS, ClusterEvent, Load, Recent, RequestTrace, Traffic, Window
+from cluster.observe.history import MAX_TEXT_CHARS
 from cluster.observe.ledger import PHASES, LatencyLedger
+from diptych.history import ClusterEvent, Load, Recent, RequestTrace, Traffic, Window
 from diptych.status import PAGE_TRACES, ClusterStatus, trace_pages, window_from
 from diptych.v1 import admin_pb2
 from diptych.view import ClusterView

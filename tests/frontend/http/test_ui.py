@@ -11,9 +11,9 @@ from msgspec import structs
 
 from cluster.frontend.http.ui.routes import FILES
 from cluster.frontend.http.ui.status import MAX_STREAMS, MAX_WORKERS
-from cluster.observe.history import ClusterEvent, Recent, RequestTrace, Traffic
 from cluster.observe.ledger import LatencyLedger
 from cluster.spec import Role
+from diptych.history import ClusterEvent, Recent, RequestTrace, Traffic
 from diptych.view import PoolView, WorkerState
 from tests.frontend.grpc.fake import FakeDispatcher, view
 from tests.frontend.http.hostile import longest_callback

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from cluster.observe.history import ClusterEvent, Recent
 from cluster.spec import Role
+from diptych.history import ClusterEvent, Recent
 from diptych.view import PoolView
 from tests.frontend.grpc.fake import FakeDispatcher, view
 from tests.frontend.http.chromium import LOOK_S, WAIT_S, Page, browser, installed, page

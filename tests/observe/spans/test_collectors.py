@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.observe.history import RequestTrace
 from cluster.observe.ledger import LatencyLedger, now_ns
 from cluster.observe.otlp import Spans
 from cluster.observe.trace_context import set_trace_headers, trace_headers
 from cluster.serving import GatewayService
 from cluster.spec import SpecError
 from cluster.spec_file import parse_spec
+from diptych.history import RequestTrace
 from diptych.view import ModelView
 from tests.observe.spans.collector import Collector, over_grpc, over_http
 from workers.request import FinishReason, Request, SamplingParams

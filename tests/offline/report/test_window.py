@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.observe.history import CHANGES, MAX_EVENTS, ClusterEvent, History, Load, RequestTrace, Window
-from cluster.observe.ledger import PHASES, LatencyLedger
-from cluster.observe.request_trace import parts
+from cluster.observe.history import CHANGES, MAX_EVENTS, History
+from cluster.observe.ledger import PHASES, LatencyLedger, parts
 from cluster.offline.report.perfetto import us
 from cluster.offline.report.window import events
+from diptych.history import ClusterEvent, Load, RequestTrace, Window
 from tests.offline.report.trace_rules import check
 from tests.offline.scoring.made import split_ledger
 
