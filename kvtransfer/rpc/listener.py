@@ -114,7 +114,8 @@ class RpcListener:
             self._serving.add(task)
             await self._serve(target, stream)
         except (*BROKEN, TimeoutError, TransferError) as error:
-            logger.info("%s port: a caller from %s was refused: %s", self._protocol, host, error or "it sent nothing")
+            text = "%s port: a caller from %s was refused: %s"
+            logger.info(text, self._protocol, host, error or "it sent nothing", extra={"repeats": True})
         finally:
             await stream.close()
 

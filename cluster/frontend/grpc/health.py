@@ -15,6 +15,7 @@ from cluster.frontend.gateway import servable
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Response = health_pb2.HealthCheckResponse
+MAX_WATCHES = 1024  # they have no deadline, and need no key
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -25,6 +26,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._need_workers = need_workers
         self._others = others
         self._closing = asyncio.Event()
+        self._num_watches = 0
 
     def close(self) -> None:
         """Report NOT_SERVING from now on, and end all watches."""
@@ -37,13 +39,23 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return Response(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        sent: int | None = None
+        if self._num_watches >= MAX_WATCHES:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHES} watches run; call Check instead")
+        self._num_watches += 1
         closing = asyncio.ensure_future(self._closing.wait())
+        try:
+            await self._watch(request.service, context, closing)
+        finally:
+            closing.cancel()
+            self._num_watches -= 1
+
+    async def _watch(self, service: str, context: Context, closing: "asyncio.Future[Any]") -> None:
+        sent: int | None = None
         while True:
             change = asyncio.ensure_future(self._queries.view_change())  # before reading, so that none is missed
             try:
                 is_last = self._closing.is_set()  # before the write: the server may close during it
-                status = self._status(request.service)
+                status = self._status(service)
                 if status != sent:
                     await context.write(Response(status=status))
                     sent = status

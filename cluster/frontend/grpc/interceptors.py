@@ -1,4 +1,4 @@
-"""gRPC interceptors of our own services: API keys, errors as statuses, and the response counter."""
+"""gRPC interceptors: a time limit for the request message, API keys, errors as statuses, and the response counter."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,10 +17,38 @@ from diptych.wire import ADMIN, INFERENCE
 from workers.errors import InvalidRequest
 
 HEALTH = f"/{health.SERVICE_NAME}/"  # needs no key, because probes and load balancers have none
+MESSAGE_S = 60.0  # from the start of a call until its request message has arrived, as for HTTP bodies
 KINDS = ("unary_unary", "unary_stream", "stream_stream")
 Details = grpc.HandlerCallDetails
 Handler = Any  # grpc's own type takes no parameters at run time
 Behavior = Callable[[Any, Any], Awaitable[Any]]
+
+
+class MessageInterceptor(grpc.aio.ServerInterceptor):
+    """Ends calls whose request message does not arrive in time. grpc itself waits for it forever."""
+
+    async def intercept_service(
+        self, continuation: Callable[[Details], Awaitable[Handler]], handler_call_details: Details
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+
+        async def behave(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            try:
+                async with asyncio.timeout(MESSAGE_S):
+                    request = await context.read()
+            except TimeoutError:
+                rule = f"the request message did not arrive within {MESSAGE_S:g} s"
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, rule)
+            if request is grpc.aio.EOF:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request message")
+            if handler.unary_stream is not None:
+                await handler.unary_stream(request, context)
+            else:
+                await context.write(await handler.unary_unary(request, context))
+
+        return grpc.stream_stream_rpc_method_handler(behave, handler.request_deserializer, handler.response_serializer)
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

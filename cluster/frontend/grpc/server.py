@@ -17,7 +17,7 @@ from cluster.frontend.auth import Guard, Tls
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.grpc.health import HealthService
-from cluster.frontend.grpc.interceptors import KeyInterceptor, ResponseInterceptor
+from cluster.frontend.grpc.interceptors import KeyInterceptor, MessageInterceptor, ResponseInterceptor
 from cluster.frontend.grpc.reflection import add_reflection
 from cluster.frontend.grpc.services import AdminService, InferenceService, add_inference_service
 from cluster.frontend.preprocessing import PreprocessingPool
@@ -29,6 +29,7 @@ from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, SERVER_SIZES
 OPENING_S = 10.0  # for the TLS handshake and the first HTTP/2 frame
 IDLE_S = 300.0  # a connection without calls is closed after this; clients reconnect by themselves
 MAX_CONNECTIONS = 4096
+MAX_OTHER_CALLS = 2048  # besides requests that run: refusals, calls without a message yet, health, admin
 CUT_S = 0.5  # for the final statuses of cancelled requests
 
 
@@ -65,10 +66,14 @@ class GrpcServer:
             pools.append(PreprocessingPool(load))
             gateways.append(Gateway(context, tokenizer, pools[-1]))
         models = self._models = ServedModels(self._context, gateways)
-        interceptors: list[grpc.aio.ServerInterceptor] = [ResponseInterceptor(models)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [MessageInterceptor(), ResponseInterceptor(models)]
         if self.guard.has_keys:
             interceptors.append(KeyInterceptor(self.guard))
-        server = grpc.aio.server(interceptors=interceptors, options=_options(models.max_requests))
+        server = grpc.aio.server(
+            interceptors=interceptors,
+            options=_options(models.max_requests),
+            maximum_concurrent_rpcs=models.max_requests + MAX_OTHER_CALLS,
+        )
         add_inference_service(InferenceService(models, self.guard), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(models), server)
         self._health = HealthService(self._context.queries, ("", INFERENCE), (ADMIN, health.SERVICE_NAME))

@@ -9,7 +9,6 @@ import logging
 import os
 import resource
 import socket
-import time
 import weakref
 from collections import Counter
 from typing import Any
@@ -20,7 +19,6 @@ MAX_CONNECTIONS = 4096  # or half of the process's limit of open files, if that 
 MAX_CONNECTIONS_PER_ADDRESS = 1024  # and at most a quarter of all; a proxy is one address
 REFUSED_AT_ONCE = 64  # then other callbacks of the loop run
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # of these, asyncio tries again after a second
-LOG_S = 10.0
 DEAD_S = 40.0  # a dead network ends a connection, as over gRPC
 # TCP probes an idle connection: seconds of silence before a probe, interval, number of probes. One with unacknowledged
 # data is not probed and has a timeout of its own, in ms.
@@ -40,7 +38,6 @@ class Listener(socket.socket):
         self._max = MAX_CONNECTIONS if unlimited else min(MAX_CONNECTIONS, open_files // 2)
         self._max_per_address = min(MAX_CONNECTIONS_PER_ADDRESS, self._max // 4)
         self._open: Counter[str] = Counter()  # by client address
-        self._logged_s = -LOG_S
         self._is_exhausted = False
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -74,12 +71,9 @@ class Listener(socket.socket):
             del self._open[host]
 
     def _log(self, host: str) -> None:
-        now_s = time.monotonic()
-        if now_s - self._logged_s < LOG_S:
-            return
-        self._logged_s = now_s
         limits, own = f"at most {self._max_per_address} per address, {self._max} in all", self._open[host]
-        logger.warning("refused a connection of %s, which has %d of %d (%s)", host, own, self.num_open, limits)
+        text = "refused a connection of %s, which has %d of %d (%s)"
+        logger.warning(text, host, own, self.num_open, limits, extra={"repeats": True})
 
     @property
     def num_open(self) -> int:

@@ -1,14 +1,19 @@
 """What one client can take of the gRPC port: connections, their time without a word or a call, and message sizes."""
 
 import asyncio
+from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.frontend.grpc import server
+from cluster.frontend.grpc import health, interceptors, server
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.wire import MAX_REQUEST_BYTES
 from tests.frontend.grpc.conftest import OpenClient
+
+GENERATE = "/diptych.v1.InferenceService/Generate"
 
 
 async def connected(client: AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -64,3 +69,58 @@ async def test_a_request_that_is_too_large_is_refused_with_advice(client: AsyncC
     with pytest.raises(DiptychError, match="at most 16 MiB; send a shorter prompt, or a batch in parts") as refused:
         await client.complete("a" * (MAX_REQUEST_BYTES + 1))
     assert refused.value.code == "RESOURCE_EXHAUSTED"
+
+
+def silent_call(channel: grpc.aio.Channel, method: str) -> Any:
+    return channel.stream_stream(method)()
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    async with asyncio.timeout(10.0):
+        return await call.code()
+
+
+@pytest.mark.parametrize("method", [GENERATE, "/diptych.v1.InferenceService/Cancel", "/grpc.health.v1.Health/Check"])
+async def test_a_call_whose_message_does_not_arrive_is_ended(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(interceptors, "MESSAGE_S", 0.2)
+    async with grpc.aio.insecure_channel(client.endpoint) as channel:
+        assert await code_of(silent_call(channel, method)) == grpc.StatusCode.DEADLINE_EXCEEDED
+        empty = silent_call(channel, method)
+        await empty.done_writing()
+        assert await code_of(empty) == grpc.StatusCode.INVALID_ARGUMENT
+    assert (await client.complete("hello", max_tokens=1)).text == "a"
+
+
+async def test_calls_above_the_limit_are_refused(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_OTHER_CALLS", 2)
+    client = await open_client(max_requests=1)
+    async with grpc.aio.insecure_channel(client.endpoint) as channel:
+        calls = [silent_call(channel, GENERATE) for _ in range(4)]
+        done, waiting = await asyncio.wait([asyncio.create_task(call.code()) for call in calls], timeout=1.0)
+        assert [task.result() for task in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED] and len(waiting) == 3
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(waiting)
+    assert (await client.complete("hello", max_tokens=1)).text == "a"
+
+
+async def test_health_watches_are_limited_and_leave_nothing(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "MAX_WATCHES", 2)
+    request = health_pb2.HealthCheckRequest()
+    async with grpc.aio.insecure_channel(client.endpoint) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        await stub.Check(request)
+        before = len(asyncio.all_tasks())
+        for _ in range(3):
+            watches = [stub.Watch(request) for _ in range(2)]
+            for watch in watches:
+                await watch.read()
+            assert await code_of(stub.Watch(request)) == grpc.StatusCode.RESOURCE_EXHAUSTED
+            for watch in watches:
+                watch.cancel()
+            await asyncio.sleep(0.2)
+        assert len(asyncio.all_tasks()) <= before
