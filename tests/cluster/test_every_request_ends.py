@@ -28,6 +28,7 @@ from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from diptych.view import WorkerState
 from tests.cluster.local import Cluster, cluster, completed, generate, tokens_of
+from tests.examples import examples
 from workers.config import BATCHING, ByteSize, CacheConfig, EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import LinearCost
 from workers.engine.sequence import State
@@ -238,7 +239,7 @@ async def run(seed: int, faults: int) -> list[ClusterError]:
         return errors
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_without_faults_no_request_fails(seed: int) -> None:
     """But those for which there is no room in time."""

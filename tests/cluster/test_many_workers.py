@@ -61,6 +61,7 @@ async def test_a_small_cluster_tests_every_pair(monkeypatch: pytest.MonkeyPatch)
     assert await counted_pairs(monkeypatch, 4, shown) == Counter(every)
 
 
+@pytest.mark.full
 async def test_a_large_cluster_tests_a_sample_and_uses_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     async def used(subject: Cluster) -> None:
         view = subject.dispatcher.view

@@ -87,7 +87,7 @@ def test_kernels_compute_what_torch_does(cuts: list[list[int]], block_size: int,
         check(computed("native", cuts, block_size, seed), wanted)
 
 
-@pytest.mark.parametrize("kind", ["native", "triton"])
+@pytest.mark.parametrize("kind", ["native", pytest.param("triton", marks=pytest.mark.full)])
 def test_no_cut_changes_a_bit(kind: str) -> None:
     if library() is None:
         pytest.skip("there are no native kernels")

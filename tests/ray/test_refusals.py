@@ -1,6 +1,5 @@
 """An impossible parallel setting is refused by `diptych serve` itself, in one line and with exit code 1."""
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -50,8 +49,7 @@ def test_too_few_open_files_are_refused_before_ray_starts(tmp_path: Path) -> Non
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(laptop(executor="modelled")))
     ended = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "serve", "-f", str(path)],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)),
+        ["sh", "-c", 'ulimit -n 100 && exec "$@"', "sh", sys.executable, "-m", "cluster.cli", "serve", "-f", str(path)],
         capture_output=True,
         text=True,
         cwd=ROOT,

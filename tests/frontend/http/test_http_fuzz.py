@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import Clients, opened
 from tests.model.tiny import write_tiny_llama
@@ -153,7 +154,7 @@ def encoded(value: object) -> bytes:
     return json.dumps(value).encode()
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@examples(300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(path=st.sampled_from(PATHS), body=mixed)
 def test_any_object_is_answered_or_refused(server: Fuzzed, path: str, body: dict[str, object]) -> None:
     names = {name: value for name, value in body.items() if name != "model" or value in (None, "", "bytes")}

@@ -105,6 +105,7 @@ def test_the_closed_form_answer_needs_no_simulation(
     assert result.exit_code == 1 and "nothing may be simulated yet" in result.stderr
 
 
+@pytest.mark.full
 def test_a_kind_that_does_not_fit_leaves_the_others_their_answer() -> None:
     few = ["--model", "llama-3-70b", "--hardware", "l4,h100-80gb", "--gpus", "4", "--prompt", "200", "--output", "5"]
     result = plan(*few, "--users", "1", *QUICK, "--json")

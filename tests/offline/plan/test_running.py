@@ -110,6 +110,7 @@ def two_decodes() -> ClusterSpec:
     )
 
 
+@pytest.mark.full
 async def test_a_real_cluster_is_advised_from_its_own_load(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     save(profile(), file)

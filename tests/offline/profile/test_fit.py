@@ -45,6 +45,7 @@ def test_steps_that_wait_for_the_weights_are_found(token_s: float, tokens: int, 
 
 @settings(max_examples=20)
 @given(st.sampled_from((0.0, 0.02)), st.sampled_from((64, 128)), st.floats(2e-4, 1e-3))
+@pytest.mark.full
 def test_tokens_that_take_longer_in_large_steps_are_found(weights_s: float, large: int, more_s: float) -> None:
     cost = LinearCost(0.004, 2e-3, 4e-7, 3e-3, 3e-6, weights_s=weights_s)
     cost = replace(cost, large_step_tokens=large, large_token_s=more_s)

@@ -221,6 +221,7 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
     assert unknown.exit_code != 0 and "no recorded profile" in unknown.output
 
 
+@pytest.mark.full
 def test_the_simulator_meets_as_many_figures_of_the_recorded_runs_as_docs_simulator_says() -> None:
     """Virtual time, so no machine decides: real runs and profiles are those of recorded.json."""
     found = record.load()
