@@ -11,8 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, quantise
-from workers.ops.linear.dense import Bfloat16Linear, Linear
-from workers.ops.linear.quantised import BlockLinear, Int8Linear
+from workers.ops.linear.dense import Linear
+from workers.ops.linear.quantised import bfloat16_linear, block_linear, int8_linear
 
 __all__ = ["BLOCK_FORMATS", "WEIGHT_FORMATS", "Linear", "LinearMethod", "linear_from_blocks", "make_linear"]
 
@@ -45,10 +45,10 @@ def make_linear(
     if weight.device.type != "cpu":
         raise ValueError(f"weight format {weight_format!r} needs a CPU; on {weight.device} take float32")
     if weight_format == "bfloat16":
-        return Bfloat16Linear(weight.float(), bias, deterministic)
+        return bfloat16_linear(weight.float(), bias, deterministic)
     if weight_format == "int8":
-        return Int8Linear(weight.float(), bias)
-    return BlockLinear(quantise(weight, weight_format), weight.shape[1], bias, weight_format)
+        return int8_linear(weight.float(), bias)
+    return block_linear(quantise(weight, weight_format), weight.shape[1], bias, weight_format)
 
 
 def linear_from_blocks(blocks: Tensor, columns: int, bias: Tensor | None, weight_format: str) -> LinearMethod:
@@ -58,4 +58,4 @@ def linear_from_blocks(blocks: Tensor, columns: int, bias: Tensor | None, weight
         raise ValueError(
             f"{columns} columns in {weight_format} take {expected} bytes a row, these take {blocks.shape[1]}"
         )
-    return BlockLinear(blocks, columns, bias, weight_format)
+    return block_linear(blocks, columns, bias, weight_format)

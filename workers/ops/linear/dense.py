@@ -41,27 +41,6 @@ class Linear:
         return self._few_rows(x)
 
 
-class Bfloat16Linear:
-    """y = x Wᵀ + b with W rounded to bfloat16 and x and all sums in float32.
-
-    On a CPU with AMX, calls with 16 rows or more split x into the sum of two bfloat16, which keeps 16 of its 24 bits;
-    not if `deterministic`.
-    """
-
-    weight_format = "bfloat16"
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, deterministic: bool = False) -> None:
-        self._compute: Kernel
-        if library() is not None:
-            linear = "bfloat16" if deterministic else "bfloat16_tiled"
-            self._compute = Panels(weight, weight.shape[1], bias, "bfloat16", linear)
-        else:
-            self._compute = Linear(weight.bfloat16().float(), bias, deterministic)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._compute(x)
-
-
 def _choose(weight: Tensor, bias: Tensor | None, deterministic: bool) -> tuple[int | None, Kernel, Kernel]:
     """From how many rows on the plain weights are used (None: never), the kernel for fewer rows, and that for more."""
     plain = functools.partial(F.linear, weight=weight, bias=bias)
