@@ -1,24 +1,25 @@
 """The lease protocol between a reader and an owner: one authenticated connection, many calls on it.
 
-    Watch -> Progress        a long poll and a heartbeat: the owner extends the lease with each
-    Release -> None          succeeds only while the lease is valid, which proves all earlier reads valid
+    watch -> Progress        a long poll and a heartbeat: the owner extends the lease with each
+    release -> None          succeeds only while the lease is valid, which proves all earlier reads valid
 
 The same connection lends blocks: to the caller, the owner is a lender.
 
-    Borrow -> loan           the lender reads the ticket's blocks from the caller, and keeps them
-    AttendLoan -> state      attention of the caller's query over these blocks
-    Renew -> loans           a loan that is neither used nor renewed expires; these should be repaid
-    OfferLoan -> ticket      a lease of the loan's blocks, to read them back or to let another lender read them
-    Repay -> None
+    borrow -> loan           the lender reads the ticket's blocks from the caller, and keeps them
+    attend -> state          attention of the caller's query over these blocks
+    renew -> loans           a loan that is neither used nor renewed expires; these should be repaid
+    offer -> ticket          a lease of the loan's blocks, to read them back or to let another lender read them
+    repay -> None
 
 Knows leases and peers; knows no KV bytes and no frames (`kvtransfer.rpc`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
+from msgspec import structs
 
 import kvtransfer.errors
 from diptych.watchdog import patient_timeout
@@ -34,68 +35,38 @@ from kvtransfer.rpc.connection import RpcConnection, RpcProtocol
 from kvtransfer.rpc.frames import BROKEN, FrameStream, greet
 from kvtransfer.rpc.handshake import CallerHandshake, too_many_readers
 from kvtransfer.rpc.listener import RpcListener
+from kvtransfer.rpc.methods import Methods, answer, replies, request_types
 from kvtransfer.ticket import PeerAddress, Piece, Progress, SpanQuery, TransferTicket
 
 MAX_WATCH_S = 60.0
 GRACE_S = 2.0  # for a reply, beyond the time that the call itself may take
 
 
-class Watch(msgspec.Struct, frozen=True, tag=True):
-    lease: str
-    epoch: int
-    have_blocks: int
-    timeout_s: float
-    pieces: tuple[Piece, ...]  # for which the reader needs digests
-
-
-class Release(msgspec.Struct, frozen=True, tag=True):
-    lease: str
-    epoch: int
-
-
-class Borrow(msgspec.Struct, frozen=True, tag=True):
-    """`loan`: the number of the caller's loan, whose first `held_tokens` it uses; 0: a new one."""
-
-    ticket: TransferTicket
-    loan: int
-    held_tokens: int
-
-
-class AttendLoan(msgspec.Struct, frozen=True, tag=True):
-    """Attend to the KV of the loan's first `num_tokens` tokens."""
-
-    loan: int
-    num_tokens: int
-    query: SpanQuery
-
-
-class Renew(msgspec.Struct, frozen=True, tag=True):
-    loans: tuple[int, ...]
-
-
-class OfferLoan(msgspec.Struct, frozen=True, tag=True):
-    loan: int
-    num_tokens: int
-
-
-class Repay(msgspec.Struct, frozen=True, tag=True):
-    loan: int
-
-
-LoanCall: TypeAlias = Borrow | AttendLoan | Renew | OfferLoan | Repay
-Lend: TypeAlias = Callable[[LoanCall], Awaitable[Any]]  # a lender's reply to each call; errors: `TransferError`
-
+LEASES: Methods = {
+    "watch": (
+        {
+            "lease": str,
+            "epoch": int,
+            "have_blocks": int,
+            "timeout_s": float,
+            "pieces": tuple[Piece, ...],  # for which the reader needs digests
+        },
+        Progress,
+    ),
+    "release": ({"lease": str, "epoch": int}, None),
+}
+# `loan`: the number of the caller's loan, whose first `held_tokens` it uses; 0: a new one.
+LOANS: Methods = {
+    "borrow": ({"ticket": TransferTicket, "loan": int, "held_tokens": int}, int),
+    "attend": ({"loan": int, "num_tokens": int, "query": SpanQuery}, bytes),
+    "renew": ({"loans": tuple[int, ...]}, tuple[int, ...]),
+    "offer": ({"loan": int, "num_tokens": int}, TransferTicket),
+    "repay": ({"loan": int}, None),
+}
+REQUESTS = request_types({**LEASES, **LOANS})
 LEASE_PROTOCOL = RpcProtocol(
     name="lease",
-    calls={
-        Watch: Progress,
-        Release: None,
-        Borrow: int,
-        AttendLoan: bytes,
-        Renew: tuple[int, ...],
-        OfferLoan: TransferTicket,
-        Repay: None,
-    },
+    calls=replies(REQUESTS, {**LEASES, **LOANS}),
     messages=(),
     errors=(kvtransfer.errors,),
     other_error=TransferError,
@@ -117,7 +88,8 @@ class LeaseSource(Protocol):
 class ControlServer:
     """The owner's end. `address` is called for every handshake, because a rebuilt transport changes it.
 
-    `max_readers` bounds connected readers; unauthenticated peers have a separate bound. Without `lend`: no loans.
+    `max_readers` bounds connected readers; unauthenticated peers have a separate bound. `lender` has the methods of
+    `LOANS`, which raise `TransferError`; None: it lends no blocks.
     """
 
     def __init__(
@@ -127,10 +99,10 @@ class ControlServer:
         secret: bytes,
         *,
         max_readers: int = 256,
-        lend: Lend | None = None,
+        lender: object | None = None,
     ) -> None:
         self._source = source
-        self._lend = lend
+        self._lender = lender
         self._address = address
         self._max_readers = max_readers
         self._listener = RpcListener(LEASE_PROTOCOL.name, secret, self._admit, self._serve)
@@ -158,16 +130,15 @@ class ControlServer:
         finally:
             await connection.close()
 
-    async def _on_call(self, request: Watch | Release | LoanCall) -> Any:
-        match request:
-            case Watch(lease, epoch, have_blocks, timeout_s, pieces):
-                timeout_s = min(MAX_WATCH_S, max(0.0, timeout_s))
-                return await self._source.watch(lease, epoch, have_blocks, timeout_s, pieces)
-            case Release(lease, epoch):
-                return self._source.release(lease, epoch)
-        if self._lend is None:
+    async def _on_call(self, request: Any) -> Any:
+        method = type(request).__name__
+        if method == "watch":
+            request = structs.replace(request, timeout_s=min(MAX_WATCH_S, max(0.0, request.timeout_s)))
+        if method in LEASES:
+            return await answer(self._source, request)
+        if self._lender is None:
             raise LoanRefused(f"{self._address().worker} does not lend blocks; ask another worker", "failed")
-        return await self._lend(request)
+        return await answer(self._lender, request)
 
 
 class ControlClient:
@@ -222,44 +193,44 @@ class ControlClient:
 
         Raises `LeaseLost`.
         """
-        request = Watch(lease, epoch, have_blocks, timeout_s, pieces)
-        progress: Progress = await self._call(request, timeout_s + GRACE_S)
+        arguments = lease, epoch, have_blocks, timeout_s, pieces
+        progress: Progress = await self._call("watch", arguments, timeout_s + GRACE_S)
         return progress
 
     async def release(self, lease: str, epoch: int) -> None:
         """End the lease. Raises `LeaseLost` if it was no longer valid; then nothing read under it may be used."""
-        await self._call(Release(lease, epoch), GRACE_S)
+        await self._call("release", (lease, epoch))
 
     async def borrow(self, ticket: TransferTicket, loan: int, held_tokens: int, timeout_s: float) -> int:
         """Let the peer read and keep the ticket's blocks; returns the loan's number. Raises `LoanRefused`."""
-        number: int = await self._call(Borrow(ticket, loan, held_tokens), timeout_s)
+        number: int = await self._call("borrow", (ticket, loan, held_tokens), timeout_s)
         return number
 
-    async def attend(self, request: AttendLoan, timeout_s: float) -> bytes:
-        """The state after the span's keys. Raises `LeaseLost`."""
-        state: bytes = await self._call(request, timeout_s)
+    async def attend(self, loan: int, num_tokens: int, query: SpanQuery, timeout_s: float) -> bytes:
+        """Attend to the KV of the loan's first `num_tokens` tokens; returns the state after it. Raises `LeaseLost`."""
+        state: bytes = await self._call("attend", (loan, num_tokens, query), timeout_s)
         return state
 
     async def renew(self, loans: tuple[int, ...]) -> tuple[int, ...]:
         """Extend those of these loans that have not ended; returns those that should be repaid."""
-        recalled: tuple[int, ...] = await self._call(Renew(loans), GRACE_S)
+        recalled: tuple[int, ...] = await self._call("renew", (loans,))
         return recalled
 
     async def offer(self, loan: int, num_tokens: int) -> TransferTicket:
         """A lease of the loan's first `num_tokens` tokens. Raises `LeaseLost`."""
-        ticket: TransferTicket = await self._call(OfferLoan(loan, num_tokens), GRACE_S)
+        ticket: TransferTicket = await self._call("offer", (loan, num_tokens))
         return ticket
 
     async def repay(self, loan: int) -> None:
         """End a loan, if there is one."""
-        await self._call(Repay(loan), GRACE_S)
+        await self._call("repay", (loan,))
 
     async def close(self) -> None:
         await self._connection.close()
         await self._running
 
-    async def _call(self, request: msgspec.Struct, timeout_s: float) -> Any:
+    async def _call(self, method: str, arguments: tuple[Any, ...], timeout_s: float = GRACE_S) -> Any:
         try:
-            return await self._connection.call(request, timeout_s)
+            return await self._connection.call(REQUESTS[method](*arguments), timeout_s)
         except TimeoutError as error:
             raise TransferTimeout(f"{self.peer.worker} did not answer within {timeout_s:.1f} s") from error

@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 import kvtransfer.errors
 import workers.errors
 from diptych.shapes import Shape, Timings
@@ -24,6 +22,7 @@ from diptych.watchdog import patient_timeout
 from kvtransfer.rpc.connection import RpcConnection, RpcProtocol
 from kvtransfer.rpc.frames import FrameStream, greet
 from kvtransfer.rpc.handshake import CallerHandshake
+from kvtransfer.rpc.methods import Methods, replies, request_types
 from kvtransfer.rpc.session import SessionStream, SessionTarget
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.errors import WorkerClosed, WorkerError
@@ -36,7 +35,7 @@ CONNECT_S = 5.0
 RESUME_S = 1.0  # to connect again, before the worker counts as lost
 
 DEFAULTS = {"cut_tokens": 0, "starts_decoding": False, "lenders": ()}  # of parameters
-METHODS: dict[str, tuple[dict[str, Any], Any]] = {  # parameters and result, as in `Worker`
+METHODS: Methods = {  # parameters and result, as in `Worker`
     "connect": ({"peer": PeerAddress}, LinkReport),
     "address": ({}, PeerAddress),
     "reserve": ({"request": Request, "timeout_s": float}, Reservation),
@@ -56,19 +55,10 @@ METHODS: dict[str, tuple[dict[str, Any], Any]] = {  # parameters and result, as 
     "check": ({}, None),
     "measure": ({"shape": Shape, "repeats": int}, Timings),
 }
-CALLS: dict[str, type[msgspec.Struct]] = {
-    name: msgspec.defstruct(
-        name,
-        [(field, kind, DEFAULTS[field]) if field in DEFAULTS else (field, kind) for field, kind in fields.items()],
-        frozen=True,
-        gc=False,
-        tag=name,
-    )
-    for name, (fields, _) in METHODS.items()
-}
+CALLS = request_types(METHODS, DEFAULTS)
 WORKER_PROTOCOL = RpcProtocol(
     name="worker",
-    calls={CALLS[name]: result for name, (_, result) in METHODS.items()},
+    calls=replies(CALLS, METHODS),
     messages=(EngineOutputs,),
     errors=(workers.errors, kvtransfer.errors, AssertionError),
     other_error=WorkerError,

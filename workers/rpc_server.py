@@ -5,12 +5,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from kvtransfer.errors import PeerLost, TransportUnavailable
 from kvtransfer.rpc.connection import RpcConnection
 from kvtransfer.rpc.frames import FrameStream
 from kvtransfer.rpc.listener import RpcListener
+from kvtransfer.rpc.methods import answer
 from kvtransfer.rpc.session import SessionStream, SessionTarget
 from workers.request import EngineOutputs
 from workers.rpc import WORKER_PROTOCOL, socket_name
@@ -69,11 +71,10 @@ class WorkerRpcServer:
         def on_outputs(message: EngineOutputs) -> None:
             connection.notify(message)
 
-        async def on_call(request: msgspec.Struct) -> Any:
-            method, args = type(request).__name__, msgspec.structs.astuple(request)
-            if method == "subscribe":
-                return await self._worker().subscribe(args[0], on_outputs, session.drain)
-            return await getattr(self._worker(), method)(*args)
+        async def on_call(request: Struct) -> Any:
+            if type(request).__name__ == "subscribe":
+                return await self._worker().subscribe(*astuple(request), on_outputs, session.drain)
+            return await answer(self._worker(), request)
 
         connection = RpcConnection(session, WORKER_PROTOCOL, f"the caller at {first.peer_host}", on_call=on_call)
         try:

@@ -118,7 +118,7 @@ class Worker:
             self._peer_now,
             self._changed,
             self._engine_loop.wake,
-            self._lender.serve,
+            self._lender,
         )
         self._running_loop = asyncio.ensure_future(self._engine_loop.run())
         self._running_loop.add_done_callback(self._loop_ended)

@@ -11,9 +11,8 @@ from msgspec import structs
 from cluster.events import Unservable
 from cluster.spec import ClusterSpec
 from diptych.view import WorkerState
-from kvtransfer.control import AttendLoan
 from kvtransfer.errors import LoanRefused
-from kvtransfer.ticket import TransferTicket
+from kvtransfer.ticket import SpanQuery, TransferTicket
 from tests.cluster.local import Cluster, cluster, completed, mixed_spec, split_spec, tokens_of
 from tests.model.tiny import write_tiny_llama
 from workers.request import FinishReason, Request, SamplingParams
@@ -169,9 +168,9 @@ async def test_a_recalled_loan_that_no_worker_takes_costs_another_attempt(
         (lender,) = [each for each in subject.workers.values() if len(each.engine.loans)]
         attend = lender._lender.attend
 
-        async def slowly(request: AttendLoan) -> bytes:
+        async def slowly(loan: int, num_tokens: int, query: SpanQuery) -> bytes:
             await asyncio.sleep(0.05)
-            return await attend(request)
+            return await attend(loan, num_tokens, query)
 
         lender._lender.attend = slowly  # it does not end before the deadline
         lender.engine.loans.recall(1, asyncio.get_running_loop().time())
@@ -193,7 +192,7 @@ def lender_ends(subject: Cluster) -> None:
 
 
 def lender_is_silent(subject: Cluster) -> None:
-    async def attend(request: AttendLoan) -> bytes:
+    async def attend(loan: int, num_tokens: int, query: SpanQuery) -> bytes:
         await asyncio.sleep(60.0)
         return b""
 

@@ -71,7 +71,10 @@ def frame(kind: int, number: int, body: object) -> bytes:
         (frame(Kind.REPLY, 99, STEP), "broke the protocol: .* number 99, which is not expected"),
         (frame(Kind.REPLY, 2, SHARD), "broke the protocol: ValidationError"),
         (frame(Kind.MESSAGE, 0, wire.Settled(99)), "broke the protocol: KeyError: 99"),
-        (frame(Kind.CALL, 1, wire.Execute(StepPlan(1, ()))), "broke the protocol: .* a rank does not call Execute"),
+        (
+            frame(Kind.CALL, 1, wire.CALLS["execute"](StepPlan(1, ()))),
+            "broke the protocol: .* rank does not call execute",
+        ),
         (frame(Kind.HANDSHAKE, 0, None), "broke the protocol: .* kind 1"),
     ],
     ids=["garbage", "too large", "cut off", "unknown call", "another reply", "unknown pull", "a call", "a handshake"],

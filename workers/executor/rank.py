@@ -24,6 +24,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.config import EngineConfig, ParallelConfig
 from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
+from workers.engine.kv_event_log import Tier
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import InvalidRequest
 from workers.executor.adapters import RankAdapters
@@ -170,13 +171,19 @@ class Rank:
             cache.changed = changed
         return tuple(self.caches.values())
 
+    async def write_block(self, tier: Tier, block_hash: bytes, prefix: int | None, block: int) -> bool:
+        return await self.caches[tier].written(block_hash, prefix, block)
+
+    async def read_block(self, tier: Tier, block_hash: bytes, block: int, timeout_s: float) -> bool:
+        return await self.caches[tier].arrived(block_hash, block, timeout_s)
+
     def shard(self) -> ShardAddress:
         return self._transports.shard()
 
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self.shard(),)
 
-    async def connect(self, peer: PeerAddress, *, measures: bool = True) -> LinkReport:
+    async def connect(self, peer: PeerAddress, measures: bool = True) -> LinkReport:
         return await self._transports.connect(peer, measures=measures)
 
     def pull(self, order: PullOrder) -> Read:

@@ -9,11 +9,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from kvtransfer.open import SharedMemory
 from kvtransfer.rpc.connection import RpcConnection, observe
 from kvtransfer.rpc.frames import BROKEN, FrameStream, greet
 from kvtransfer.rpc.handshake import CallerHandshake
+from kvtransfer.rpc.methods import answer
 from kvtransfer.ticket import ShardAddress, rank_name
 from kvtransfer.transport import PullOrder, ReadStats
 from workers.engine.executor import SpanQuery
@@ -82,29 +84,14 @@ class _Service:
 
     async def _on_call(self, request: msgspec.Struct) -> Any:
         """Calls start in the order in which they arrive, so plans do too."""
-        match request:
-            case wire.Open():
+        match type(request).__name__:
+            case "open":
                 return await self._open()
-            case wire.Execute(plan):
-                return await self._rank.execute(plan)
-            case wire.Prepare(grammar):
-                return await self._rank.prepare(grammar)
-            case wire.LoadAdapter(adapter, drop):
-                return await self._rank.load_adapter(adapter, drop)
-            case wire.Connect(peer, measures):
-                return await self._rank.connect(peer, measures=measures)
-            case wire.Pull(number, order):
-                return await self._pull(number, order)
-            case wire.Forget(incarnation):
-                return await self._rank.forget(incarnation)
-            case wire.WriteBlock(tier, block_hash, prefix, block):
-                return await self._rank.caches[tier].written(block_hash, prefix, block)
-            case wire.ReadBlock(tier, block_hash, block, timeout_s):
-                return await self._rank.caches[tier].arrived(block_hash, block, timeout_s)
-            case wire.AttendBlocks(blocks, query):
-                return await self._rank.attend(blocks, query)
-            case wire.Close():
+            case "pull":
+                return await self._pull(*structs.astuple(request))
+            case "close":
                 return await self._end(whole=True)
+        return await answer(self._rank, request)
 
     def _on_message(self, message: wire.ForgetBlocks | wire.Alive) -> None:
         if isinstance(message, wire.ForgetBlocks):
@@ -132,7 +119,7 @@ class _Service:
         return rank
 
     async def _ask_lender(self, span: RemoteKV, query: SpanQuery) -> bytes:
-        state: bytes = await self._connection.begin(wire.AskLender(span, query))
+        state: bytes = await self._connection.begin(wire.CALLS["ask_lender"](span, query))
         return state
 
     async def _pull(self, number: int, order: PullOrder) -> ReadStats:

@@ -5,6 +5,9 @@ Knows calls and messages; knows no gang and no schedule.
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
+
+from msgspec import structs
 
 from kvtransfer.rpc.connection import RpcConnection
 from kvtransfer.rpc.frames import FrameStream, ProtocolError
@@ -50,7 +53,7 @@ class RemoteRank:
     async def open(self) -> None:
         """Make the rank load its part; returns when it has. Raises the rank's own error."""
         try:
-            shard = await self._connection.call(wire.Open(), OPEN_TIMEOUT_S)
+            shard = await self._connection.call(wire.CALLS["open"](), OPEN_TIMEOUT_S)
         except TimeoutError:
             raise RankLost(f"rank {self.rank} did not load its part within {OPEN_TIMEOUT_S:.0f} s") from None
         self.shard = self.shard or shard  # `Moved` may have arrived right after it
@@ -59,44 +62,45 @@ class RemoteRank:
         """It is warmed up: from now on it is lost if it is silent for `SILENT_S`."""
         self._connection.patience_s = SILENT_S
 
-    async def prepare(self, grammar: Grammar) -> None:
-        await self._connection.begin(wire.Prepare(grammar))
+    def prepare(self, grammar: Grammar) -> "asyncio.Future[None]":
+        return self._call("prepare", grammar)
 
-    async def load_adapter(self, adapter: Adapter, drop: tuple[str, ...]) -> None:
-        await self._connection.begin(wire.LoadAdapter(adapter, drop))
+    def load_adapter(self, adapter: Adapter, drop: tuple[str, ...]) -> "asyncio.Future[None]":
+        return self._call("load_adapter", adapter, drop)
 
     def execute(self, plan: StepPlan) -> "asyncio.Future[StepResult]":
-        return self._connection.begin(wire.Execute(plan))
+        return self._call("execute", plan)
 
-    async def connect(self, peer: PeerAddress, *, measures: bool = True) -> LinkReport:
-        report: LinkReport = await self._connection.begin(wire.Connect(peer, measures))
-        return report
+    def connect(self, peer: PeerAddress, *, measures: bool = True) -> "asyncio.Future[LinkReport]":
+        return self._call("connect", peer, measures)
 
     def pull(self, order: PullOrder) -> Read:
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_reads += 1
-        done = self._connection.begin(wire.Pull(self._num_reads, order))
+        done = self._call("pull", self._num_reads, order)
         if done.done():  # the connection is lost
             settled.set_result(None)
         else:
             self._settling[self._num_reads] = settled
         return Read(done, settled)
 
-    async def forget(self, incarnation: str) -> None:
-        await self._connection.begin(wire.Forget(incarnation))
+    def forget(self, incarnation: str) -> "asyncio.Future[None]":
+        return self._call("forget", incarnation)
 
     def borrow(self, attend: RemoteAttend) -> None:
         self._attend = attend
 
-    async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
-        state: bytes = await self._connection.begin(wire.AttendBlocks(blocks, query))
-        return state
+    def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> "asyncio.Future[bytes]":
+        return self._call("attend", blocks, query)
 
     def write_block(self, tier: Tier, block_hash: bytes, prefix: int | None, block: int) -> "asyncio.Future[bool]":
-        return self._connection.begin(wire.WriteBlock(tier, block_hash, prefix, block))
+        return self._call("write_block", tier, block_hash, prefix, block)
 
     def read_block(self, tier: Tier, block_hash: bytes, block: int, timeout_s: float) -> "asyncio.Future[bool]":
-        return self._connection.begin(wire.ReadBlock(tier, block_hash, block, timeout_s))
+        return self._call("read_block", tier, block_hash, block, timeout_s)
+
+    def _call(self, method: str, *arguments: object) -> "asyncio.Future[Any]":
+        return self._connection.begin(wire.CALLS[method](*arguments))
 
     def forget_blocks(self, tier: Tier, hashes: tuple[bytes, ...]) -> None:
         self._connection.notify(wire.ForgetBlocks(tier, hashes))
@@ -111,7 +115,7 @@ class RemoteRank:
         problem = ""
         if self._connection.error is None:
             try:
-                await self._connection.call(wire.Close(), CLOSE_TIMEOUT_S)
+                await self._connection.call(wire.CALLS["close"](), CLOSE_TIMEOUT_S)
             except TimeoutError:
                 problem = f"rank {self.rank} did not close within {CLOSE_TIMEOUT_S:.0f} s"
             except Exception as error:
@@ -120,11 +124,11 @@ class RemoteRank:
         self._settle()
         return problem
 
-    async def _on_call(self, request: object) -> bytes:
-        if not isinstance(request, wire.AskLender):
+    async def _on_call(self, request: Any) -> bytes:
+        if not isinstance(request, wire.CALLS["ask_lender"]):
             raise ProtocolError(f"a rank does not call {type(request).__name__}")
         assert self._attend is not None, "a plan with remote KV comes after `borrow`"
-        return await self._attend(request.span, request.query)
+        return await self._attend(*structs.astuple(request))
 
     def _on_message(self, message: wire.Settled | wire.Moved | wire.Alive) -> None:
         match message:

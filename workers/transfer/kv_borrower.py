@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from diptych.background_tasks import BackgroundTasks
-from kvtransfer.control import AttendLoan
 from kvtransfer.errors import PeerLost, TransferError
 from kvtransfer.ticket import PeerAddress, TransferTicket
 from workers.config import WorkerConfig
@@ -204,9 +203,8 @@ class KVBorrower:
     async def _attend(self, span: RemoteKV, query: SpanQuery) -> bytes:
         """As `RemoteAttend`."""
         client, _ = await self._peer_links.meet(self._address(span))
-        request = AttendLoan(span.loan, span.num_blocks * self._block_size, query)
         begun_s = time.monotonic()
-        state = await client.attend(request, ATTEND_S)
+        state = await client.attend(span.loan, span.num_blocks * self._block_size, query, ATTEND_S)
         if not query.is_chunk:
             self._engine.moves.learn_wait((time.monotonic() - begun_s) * self._num_layers)
         return state

@@ -1,18 +1,16 @@
-"""Lends blocks to sequences of other workers: replies to the loan calls of kvtransfer.control.
+"""Lends blocks to sequences of other workers: the calls of `kvtransfer.control.LOANS`.
 
 Knows loans, tickets and the executor; knows no sequence.
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
-from kvtransfer.control import AttendLoan, Borrow, LoanCall, OfferLoan, Renew, Repay
 from kvtransfer.errors import LoanRefused
 from kvtransfer.ticket import TransferTicket
 from workers.config import SPAN, WorkerConfig
 from workers.engine.engine import Engine
-from workers.engine.executor import Executor
+from workers.engine.executor import Executor, SpanQuery
 from workers.engine.sequence import Lease
 from workers.transfer.kv_fetcher import KVFetcher
 
@@ -38,23 +36,6 @@ class KVLender:
         self._ticket = ticket
         self._changed = changed
 
-    async def serve(self, call: LoanCall) -> Any:
-        """The reply to one call of a borrower. Errors: `TransferError`."""
-        loans = self._engine.loans
-        match call:
-            case Borrow(ticket, loan, held_tokens):
-                return await self.borrow(ticket, loan, held_tokens)
-            case AttendLoan():
-                return await self.attend(call)
-            case Renew(numbers):
-                return loans.renew(numbers, _now_s())
-            case OfferLoan(loan, num_tokens):
-                blocks = loans.ready(loan, num_tokens // self._block_size, _now_s())
-                return self._ticket(self._engine.leases.offer_held(f"loan:{loan}", blocks, _now_s()))
-            case Repay(loan):
-                loans.repay(loan)
-                self._changed()
-
     async def borrow(self, ticket: TransferTicket, loan: int, held_tokens: int) -> int:
         """Take and fill blocks for this ticket. Errors: `TransferError`."""
         if not self._can_lend:
@@ -72,13 +53,24 @@ class KVLender:
             self._changed()
         return number
 
-    async def attend(self, request: AttendLoan) -> bytes:
+    async def attend(self, loan: int, num_tokens: int, query: SpanQuery) -> bytes:
         """Attend to the loan's blocks, which are as they were when it returns. Errors: `TransferError`."""
-        count = request.num_tokens // self._block_size
-        blocks = self._engine.loans.ready(request.loan, count, _now_s())
-        state = await self._executor.attend(blocks, request.query)
-        self._engine.loans.ready(request.loan, count, _now_s())
+        count = num_tokens // self._block_size
+        blocks = self._engine.loans.ready(loan, count, _now_s())
+        state = await self._executor.attend(blocks, query)
+        self._engine.loans.ready(loan, count, _now_s())
         return state
+
+    def renew(self, loans: tuple[int, ...]) -> tuple[int, ...]:
+        return self._engine.loans.renew(loans, _now_s())
+
+    def offer(self, loan: int, num_tokens: int) -> TransferTicket:
+        blocks = self._engine.loans.ready(loan, num_tokens // self._block_size, _now_s())
+        return self._ticket(self._engine.leases.offer_held(f"loan:{loan}", blocks, _now_s()))
+
+    def repay(self, loan: int) -> None:
+        self._engine.loans.repay(loan)
+        self._changed()
 
 
 def _now_s() -> float:

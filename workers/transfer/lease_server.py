@@ -6,7 +6,7 @@ Knows leases and the loop's clock; knows no sequence and no KV byte.
 import asyncio
 from collections.abc import Callable
 
-from kvtransfer.control import ControlServer, Lend
+from kvtransfer.control import ControlServer
 from kvtransfer.digest import watch_reply
 from kvtransfer.ticket import PeerAddress, Piece, Progress
 from workers.config import WorkerConfig
@@ -17,7 +17,7 @@ from workers.engine.leases import LeaseBook
 class LeaseServer:
     """Owned by a Worker. `address` is its current peer address; `released` is called after a release.
 
-    `wake` is called when a reader waits: the engine may have blocks to digest for it. `lend` serves borrowers.
+    `wake` is called when a reader waits: the engine may have blocks to digest for it. `lender` serves borrowers.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class LeaseServer:
         address: Callable[[], PeerAddress],
         released: Callable[[], None],
         wake: Callable[[], None],
-        lend: Lend,
+        lender: object,
     ) -> None:
         self._leases = leases
         self._host = config.transfer.host
@@ -38,7 +38,7 @@ class LeaseServer:
         self._progressed = asyncio.Event()
         self._num_waiting = 0
         self._control = ControlServer(
-            self, address, config.secret.encode(), max_readers=config.transfer.max_readers, lend=lend
+            self, address, config.secret.encode(), max_readers=config.transfer.max_readers, lender=lender
         )
         self._port: int | None = None
 

@@ -1,7 +1,7 @@
 """Linear layers with rounded weights: bfloat16, int8 rows, or the blocks of GGUF files.
 
 Each call quantises x to 8 bits too: GGUF formats with one scale per 32 numbers of a row, as llama.cpp does; int8 with
-one scale per row; bfloat16 keeps x. Without native kernels the rounded weights become float32 once and x stays as it is.
+one scale per row; bfloat16 keeps x. Without native kernels the rounded weights become float32 once, and x stays.
 """
 
 from collections.abc import Callable
