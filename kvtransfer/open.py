@@ -3,7 +3,7 @@
 Everything else sees a `TransportSet`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from kvtransfer.backends.memory import MemoryTransport, SharedMemory
 from kvtransfer.backends.modelled import LinkModel, ModelledTransport
@@ -26,20 +26,6 @@ __all__ = [
 ]
 
 BACKENDS = ("memory", "cuda_ipc", "nixl", "tcp")  # that move bytes, in order of preference
-
-
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """The arguments for opening a backend."""
-
-    region: Region
-    name: str  # of the rank
-    host: str
-    secret: bytes
-    quarantine_s: float
-    max_readers: int
-    shared: SharedMemory | None
-    model: LinkModel | None
 
 
 def open_transports(
@@ -69,14 +55,22 @@ def open_transports(
     if not moves_bytes and len(backends) > 1:
         raise ValueError("the modelled backend moves no bytes: it cannot be combined with one that does")
     name = rank_name(incarnation, rank)
-    opening = _Opening(region, name, host, secret, quarantine_s, max_readers, shared, model)
+    openers: dict[str, Callable[[], Transport]] = {
+        "memory": lambda: _memory(region, shared),
+        "modelled": lambda: _modelled(region, model),
+        "cuda_ipc": lambda: _cuda_ipc(region),
+        "nixl": lambda: _nixl(region, quarantine_s),
+        "tcp": lambda: _tcp(region, host, secret, name, max_readers),
+    }
+    if unknown := [backend for backend in backends if backend not in openers]:
+        raise ValueError(f"transport backend {unknown[0]!r} is not one of {', '.join((*BACKENDS, 'modelled'))}")
     if moves_bytes:
         stamp_probe_block(region, name)
     opened: list[Transport] = []
     reasons: list[str] = []
     for backend in backends:
         try:
-            opened.append(_open(backend, opening))
+            opened.append(openers[backend]())
         except TransportUnavailable as error:
             reasons.append(f"{backend}: {error}")
     if not opened:
@@ -84,37 +78,36 @@ def open_transports(
     return TransportSet(region, rank, tuple(opened), tuple(reasons), verifies=moves_bytes, place=place)
 
 
-def _open(name: str, opening: _Opening) -> Transport:
-    region = opening.region
-    if name == "memory":
-        if opening.shared is None:
-            raise TransportUnavailable("no other worker shares this process")
-        return MemoryTransport(region, opening.shared)
-    if name == "modelled":
-        if opening.model is None:
-            raise TransportUnavailable("no link model was given")
-        return ModelledTransport(region, opening.model)
-    if name == "tcp":
-        from kvtransfer.backends.tcp import TcpTransport
+def _memory(region: Region, shared: SharedMemory | None) -> Transport:
+    if shared is None:
+        raise TransportUnavailable("no other worker shares this process")
+    return MemoryTransport(region, shared)
 
-        if region.device != "cpu":
-            raise TransportUnavailable(f"the pool is on {region.device}: sockets read host memory only")
-        try:
-            return TcpTransport(
-                region,
-                host=opening.host,
-                secret=opening.secret,
-                incarnation=opening.name,
-                max_readers=opening.max_readers,
-            )
-        except OSError as error:
-            raise TransportUnavailable(f"cannot listen on {opening.host}: {error}") from error
-    if name == "cuda_ipc":
-        from kvtransfer.backends.cuda_ipc import CudaIpcTransport
 
-        return CudaIpcTransport(region, identity=host_identity())
-    if name == "nixl":
-        from kvtransfer.backends.nixl import NixlTransport
+def _modelled(region: Region, model: LinkModel | None) -> Transport:
+    if model is None:
+        raise TransportUnavailable("no link model was given")
+    return ModelledTransport(region, model)
 
-        return NixlTransport(region, identity=host_identity(), quarantine_s=opening.quarantine_s)
-    raise ValueError(f"transport backend {name!r} is not one of {', '.join((*BACKENDS, 'modelled'))}")
+
+def _cuda_ipc(region: Region) -> Transport:
+    from kvtransfer.backends.cuda_ipc import CudaIpcTransport
+
+    return CudaIpcTransport(region, identity=host_identity())
+
+
+def _nixl(region: Region, quarantine_s: float) -> Transport:
+    from kvtransfer.backends.nixl import NixlTransport
+
+    return NixlTransport(region, identity=host_identity(), quarantine_s=quarantine_s)
+
+
+def _tcp(region: Region, host: str, secret: bytes, name: str, max_readers: int) -> Transport:
+    from kvtransfer.backends.tcp import TcpTransport
+
+    if region.device != "cpu":
+        raise TransportUnavailable(f"the pool is on {region.device}: sockets read host memory only")
+    try:
+        return TcpTransport(region, host=host, secret=secret, incarnation=name, max_readers=max_readers)
+    except OSError as error:
+        raise TransportUnavailable(f"cannot listen on {host}: {error}") from error

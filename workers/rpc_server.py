@@ -73,7 +73,7 @@ class WorkerRpcServer:
 
         async def on_call(request: Struct) -> Any:
             if type(request).__name__ == "subscribe":
-                return await self._worker().subscribe(*astuple(request), on_outputs, session.drain)
+                return await self._worker().subscribe(astuple(request)[0], on_outputs, session.drain)
             return await answer(self._worker(), request)
 
         connection = RpcConnection(session, WORKER_PROTOCOL, f"the caller at {first.peer_host}", on_call=on_call)

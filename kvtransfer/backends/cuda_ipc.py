@@ -9,10 +9,9 @@ The owner takes no part.
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -21,10 +20,13 @@ import msgspec
 
 from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
 from kvtransfer.copies import refuse_outside
-from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransportUnavailable
+from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, TransportUnavailable
 from kvtransfer.host import ProcessWatch
 from kvtransfer.ticket import HostIdentity, ShardAddress
 from kvtransfer.transport import Copies, Read, Region
+
+OPEN_S = 60.0  # to load the driver and share the pool
+CLOSE_S = 60.0  # for the copies in flight to end
 
 
 class IpcAddress(msgspec.Struct, frozen=True):
@@ -94,15 +96,16 @@ class CudaIpcTransport:
     def __init__(self, region: Region, *, identity: HostIdentity) -> None:
         self._region = region
         self._identity = identity
-        self._lock = threading.Lock()  # of reads that begin or are abandoned
         self._pending: set[PendingRead] = set()
         self._mapped: dict[str, _Mapped] = {}  # the thread's
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-cuda-ipc")
-        self._is_closed = False
+        self._closing: Future[None] | None = None
         try:
-            self._driver, self._address = self._thread.submit(self._open).result()
+            self._driver, self._address = self._thread.submit(self._open).result(OPEN_S)
         except BaseException as error:
-            self._thread.shutdown()
+            self._thread.shutdown(wait=False)
+            if isinstance(error, TimeoutError):
+                raise TransportUnavailable(f"CUDA IPC has not started within {OPEN_S:g} s") from None
             if isinstance(error, Exception) and not isinstance(error, TransportUnavailable):
                 raise TransportUnavailable(f"CUDA IPC cannot start here: {error}") from error
             raise
@@ -113,27 +116,29 @@ class CudaIpcTransport:
     async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
         address = IpcAddress.parse(dict(shard.transports)[self.name])
         self._refuse(address.identity)
-        pending = PendingRead(peer, NO_COPIES, deadline_s, self._abandon)
+        pending = PendingRead(peer, NO_COPIES, deadline_s)
         await self._launch(pending, partial(self._map, peer, address)).done
         return "CUDA IPC within a GPU" if address.device == self._driver.device else f"CUDA IPC from {address.device}"
 
     def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
-        pending = PendingRead(peer, copies, deadline_s, self._abandon)
+        pending = PendingRead(peer, copies, deadline_s)
         return self._launch(pending, partial(self._copy, peer, copies))
 
     async def forget(self, peer: str) -> None:
         for pending in [pending for pending in self._pending if pending.peer == peer]:
             pending.drop()
-        if not self._is_closed:
+        if self._closing is None:
             await asyncio.wrap_future(self._thread.submit(self._unmap, peer))
 
     async def close(self) -> None:
         for pending in list(self._pending):
             pending.drop()
-        if not self._is_closed:
-            self._is_closed = True
-            self._thread.submit(self._release)
-        await asyncio.to_thread(self._thread.shutdown)
+        if self._closing is None:
+            self._closing = self._thread.submit(self._release)
+            self._thread.shutdown(wait=False)
+        _, running = await asyncio.wait([asyncio.wrap_future(self._closing)], timeout=CLOSE_S)
+        if running:
+            raise TransferTimeout(f"a copy by CUDA IPC has not ended within {CLOSE_S:g} s: end this process")
 
     def _refuse(self, theirs: HostIdentity) -> None:
         """Raise `TransportUnavailable` where CUDA opens no handle. The driver finds out whether the GPUs connect."""
@@ -146,20 +151,13 @@ class CudaIpcTransport:
             raise TransportUnavailable("same process: CUDA opens no handle where it was made")
 
     def _launch(self, pending: PendingRead, action: Callable[[], None]) -> Read:
-        if self._is_closed:
+        if self._closing is not None:
             pending.abort(PeerLost(f"{pending.peer} is not connected: this end is closed"))
             return pending.read
         self._pending.add(pending)
         pending.read.settled.add_done_callback(lambda _: self._pending.discard(pending))
         self._thread.submit(self._run, pending, action)
         return pending.read
-
-    def _abandon(self, pending: PendingRead) -> None:
-        """A read that has not begun never begins, and settles; one that has begun settles when it ends."""
-        with self._lock:
-            pending.abandoned = True
-        if not pending.begun:
-            pending.settle()
 
     # On the thread:
 
@@ -178,9 +176,7 @@ class CudaIpcTransport:
         return driver, msgspec.msgpack.encode(address)
 
     def _run(self, pending: PendingRead, action: Callable[[], None]) -> None:
-        with self._lock:
-            pending.begun = not pending.abandoned
-        if not pending.begun:
+        if not pending.begin():
             return
         begun_s = time.perf_counter()
         try:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from kvtransfer.backends.nixl_agent import NixlAddress, NixlAgent, load_nixl
 from kvtransfer.backends.nixl_pump import NixlPump
 from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
-from kvtransfer.errors import TransportUnavailable
+from kvtransfer.errors import TransferTimeout, TransportUnavailable
 from kvtransfer.ticket import HostIdentity, ShardAddress
 from kvtransfer.transport import Copies, Read, Region
 
 OPEN_S = 60.0  # to start an agent and register the pool: seconds, where UCX looks for many devices
+CLOSE_S = 60.0  # to destroy the agent, which stops the reads in flight
 
 
 class NixlTransport:
@@ -41,12 +42,12 @@ class NixlTransport:
 
     async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
         address = NixlAddress.parse(dict(shard.transports)[self.name])
-        pending = PendingRead(peer, NO_COPIES, deadline_s, self._pump.abandon)
+        pending = PendingRead(peer, NO_COPIES, deadline_s)
         await self._launch(pending, lambda begun: self._pump.connect(begun, address)).done
         return await asyncio.wrap_future(self._pump.submit(lambda: self._pump.path(peer)))
 
     def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
-        return self._launch(PendingRead(peer, copies, deadline_s, self._pump.abandon), self._pump.read)
+        return self._launch(PendingRead(peer, copies, deadline_s), self._pump.read)
 
     def _launch(self, pending: PendingRead, begin: Callable[[PendingRead], None]) -> Read:
         self._pending.add(pending)
@@ -63,4 +64,6 @@ class NixlTransport:
         for pending in list(self._pending):
             pending.drop()
         self._pump.submit(self._pump.stop)
-        await asyncio.to_thread(self._pump.thread.join)
+        await asyncio.to_thread(self._pump.thread.join, CLOSE_S)
+        if self._pump.thread.is_alive():
+            raise TransferTimeout(f"NIXL has not stopped within {CLOSE_S:g} s and may still write: end this process")

@@ -6,7 +6,7 @@
                         └──────> overdue                (timed out, but quarantined: still polled)
     quarantined for longer than `quarantine_s` ──> fence: the agent is destroyed, all reads settle, a new agent starts
 
-All methods but `submit` and `abandon` run on the thread. Its jobs wait in a `queue.Queue`: before CPython 3.13,
+All methods but `submit` run on the thread. Its jobs wait in a `queue.Queue`: before CPython 3.13,
 `SimpleQueue.get` blocks forever when a short timeout ends before the wait begins, and then nothing polls.
 """
 
@@ -83,13 +83,6 @@ class NixlPump:
             job()
         return outcome
 
-    def abandon(self, pending: PendingRead) -> None:
-        """A read that has not begun never begins, and settles; one that has begun settles when it ends."""
-        with self._lock:
-            pending.abandoned = True
-        if not pending.begun:
-            pending.settle()
-
     def start(self) -> None:
         try:
             self._agent = self._make_agent()
@@ -103,7 +96,7 @@ class NixlPump:
         if known and known.address == address:
             pending.post(pending.complete, 0.0)
             return
-        if not self._begin(pending):
+        if not pending.begin():
             return
         nixl_peer = None
         try:
@@ -122,7 +115,7 @@ class NixlPump:
 
     def read(self, pending: PendingRead) -> None:
         """Post a read. A failure before the post has moved no bytes, so it settles at once."""
-        if not self._begin(pending):
+        if not pending.begin():
             return
         try:
             nixl_peer = self._known(pending.peer)
@@ -161,11 +154,6 @@ class NixlPump:
             self._ended = True
         while not self._jobs.empty():
             self._jobs.get()()
-
-    def _begin(self, pending: PendingRead) -> bool:
-        with self._lock:
-            pending.begun = not pending.abandoned
-            return pending.begun
 
     def _post(self, pending: PendingRead, nixl_peer: NixlPeer, handle: Any, log_position: int | None = None) -> None:
         now_s = time.monotonic()

@@ -4,10 +4,11 @@
        ├────────> failed    (done = error)           ──> settled
        └────────> overdue   (done = TransferTimeout) ··> settled, when the backend writes nothing any more
 
-Methods run on the event loop; `post` calls them from other threads.
+Methods but `begin` run on the event loop; `post` calls them from other threads.
 """
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -20,7 +21,7 @@ NO_COPIES: Copies = np.empty((0, 3), np.int64)
 
 
 class PendingRead:
-    """A read's futures and deadline. Owned by its backend until `settle`."""
+    """A read's futures and deadline. Owned by its backend until `settle`. `overdue`: what stops it; None: `abandon`."""
 
     def __init__(
         self, peer: str, copies: Copies, deadline_s: float, overdue: "Callable[[PendingRead], None] | None" = None
@@ -29,13 +30,26 @@ class PendingRead:
         self.copies = copies
         self.num_bytes = int(copies[:, 2].sum())
         self._loop = asyncio.get_running_loop()
-        self._overdue = overdue or PendingRead.settle
+        self._overdue = overdue or PendingRead.abandon
         self.deadline_s = deadline_s
-        self.begun = False  # both are guarded by the backend's lock: a read either begins,
-        self.abandoned = False  # or is abandoned before, and then writes nothing
+        self._lock = threading.Lock()  # a read either begins, or is abandoned before, and then writes nothing
+        self._has_begun = self._is_abandoned = False
         self.read = Read(self._loop.create_future(), self._loop.create_future())
         self.read.done.add_done_callback(observe)
         self._timer = self._loop.call_later(deadline_s, self._expire)
+
+    def begin(self) -> bool:
+        """On the backend's thread: whether the read may begin. It may not once it is abandoned."""
+        with self._lock:
+            self._has_begun = not self._is_abandoned
+            return self._has_begun
+
+    def abandon(self) -> None:
+        """A read that has not begun never begins, and settles; one that has begun settles when it ends."""
+        with self._lock:
+            self._is_abandoned = True
+        if not self._has_begun:
+            self.settle()
 
     def complete(self, seconds: float) -> None:
         """All bytes have arrived: done and settled."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvtransfer.backends import cuda_ipc
 from kvtransfer.backends.cuda_ipc import CudaIpcTransport, IpcAddress
 from kvtransfer.errors import PeerLost, TransferError, TransferTimeout, TransportUnavailable
 from kvtransfer.host import ProcessWatch, host_identity
@@ -136,6 +137,33 @@ async def test_a_copy_past_its_deadline_settles_when_it_ends_and_those_behind_it
     assert block_of(transport._region, 20) == block_bytes_of(2)
     assert block_of(transport._region, 21) == bytes(len(block_bytes_of(3)))
     await reader.close()
+
+
+async def test_closing_under_a_copy_that_does_not_end_is_an_error_in_time(
+    cuda_ipc_owner: tuple[Child, PeerAddress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "CLOSE_S", 0.1)
+    reader, transport = opened_reader()
+    await transport.connect(OWNER, cuda_ipc_owner[1].shards[0], deadline_s=5)
+    may_end = threading.Event()
+    monkeypatch.setattr(PagesDriver, "copy", lambda *_: may_end.wait(60))
+    read = transport.read(OWNER, whole_blocks((2, 20)), deadline_s=0.1)
+    with pytest.raises(TransferTimeout):
+        await read.done
+    with pytest.raises(TransferTimeout, match="has not ended within"):
+        await transport.close()
+    may_end.set()
+    monkeypatch.setattr(cuda_ipc, "CLOSE_S", 30.0)
+    await reader.close()
+
+
+def test_a_driver_that_does_not_load_makes_the_backend_unavailable_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(cuda_ipc, "OPEN_S", 0.1)
+    monkeypatch.setattr(cuda_ipc, "open_driver", lambda _: may_end.wait(60))
+    with pytest.raises(TransportUnavailable, match="has not started within"):
+        CudaIpcTransport(make_region(), identity=host_identity())
+    may_end.set()
 
 
 async def test_an_owner_is_mapped_once_and_unmapped_when_forgotten(cuda_ipc_owner: tuple[Child, PeerAddress]) -> None:

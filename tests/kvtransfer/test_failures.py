@@ -270,7 +270,7 @@ async def test_a_read_that_never_ends_is_fenced_by_a_new_agent() -> None:
     pump = NixlPump(StuckAgent, 100, quarantine_s=0.3)  # type: ignore[arg-type]
     pump.submit(pump.start).result()
     pump._peers["owner"] = SimpleNamespace(address=SimpleNamespace(num_bytes=100))  # type: ignore[assignment]
-    pending = PendingRead("owner", whole_blocks((0, 0), size=10), 0.5, pump.abandon)
+    pending = PendingRead("owner", whole_blocks((0, 0), size=10), 0.5)
     read: Read = pending.read
     order: list[str] = []
     read.done.add_done_callback(lambda _: order.append("done"))

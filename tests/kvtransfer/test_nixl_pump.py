@@ -12,7 +12,7 @@ from kvtransfer.backends import nixl, nixl_pump
 from kvtransfer.backends.nixl_agent import NixlAddress, NixlPeer
 from kvtransfer.backends.nixl_pump import NixlPump
 from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
-from kvtransfer.errors import TransportUnavailable
+from kvtransfer.errors import TransferTimeout, TransportUnavailable
 from kvtransfer.host import host_identity
 
 ADDRESS = NixlAddress(1, b"", b"", 0, 1 << 20, 1 << 10, "cpu", (), host_identity())
@@ -61,7 +61,7 @@ async def test_a_read_in_flight_is_polled_even_with_a_very_short_pause(
         for _ in range(ROUNDS):
             queued = threading.Event()
             pump.submit(queued.wait)
-            pending = PendingRead("owner", NO_COPIES, 10, pump.abandon)
+            pending = PendingRead("owner", NO_COPIES, 10)
             pump.submit(lambda: pump.forget("owner"))
             pump.submit(partial(pump.connect, pending, ADDRESS))
             queued.set()
@@ -88,3 +88,18 @@ def test_an_agent_that_does_not_start_makes_the_backend_unavailable(monkeypatch:
     starts.set()
     thread.join(10.0)
     assert not thread.is_alive(), "the late agent is stopped"
+
+
+async def test_closing_an_agent_that_does_not_end_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = threading.Event()
+    monkeypatch.setattr(StubAgent, "destroy", lambda *_, idle: ends.wait())
+    monkeypatch.setattr(nixl, "CLOSE_S", 0.1)
+    monkeypatch.setattr(nixl, "load_nixl", lambda: None)
+    monkeypatch.setattr(nixl, "NixlAgent", lambda *_: StubAgent())
+    region = cast(Any, SimpleNamespace(num_bytes=1 << 20))
+    transport = nixl.NixlTransport(region, identity=host_identity(), quarantine_s=60)
+    with pytest.raises(TransferTimeout, match="has not stopped within"):
+        await transport.close()
+    ends.set()
+    monkeypatch.setattr(nixl, "CLOSE_S", 10.0)
+    await transport.close()
