@@ -28,17 +28,7 @@ from workers.model.family_fields import (
     with_experts,
 )
 from workers.model.fields import Fields
-from workers.model.qwen import (
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_5,
-    qwen3_5_and_vision,
-    qwen3_5_moe,
-    qwen3_5_moe_and_vision,
-    qwen3_moe,
-    qwen3_next,
-)
+from workers.model.qwen import qwen2, qwen2_moe, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next
 from workers.model.rope_fields import read_rope
 
 _GEMMA2 = TensorNames(
@@ -47,12 +37,6 @@ _GEMMA2 = TensorNames(
     ffn_post_norm="post_feedforward_layernorm",
 )
 _GEMMA3 = replace(_GEMMA2, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
-_GEMMA3_AND_VISION = replace(
-    _GEMMA3,
-    root="language_model.model",
-    head="language_model.lm_head",
-    foreign=("vision_tower.", "multi_modal_projector."),
-)
 _PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 _MIXTRAL = TensorNames(
     router="block_sparse_moe.gate",
@@ -72,12 +56,16 @@ _LLAMA4 = TensorNames(
     shared_gate="",
     neighbors=("self_attn.q_proj", "self_attn.k_proj"),
 )
-_LLAMA4_AND_VISION = replace(
-    _LLAMA4,
-    root="language_model.model",
-    head="language_model.lm_head",
-    foreign=("vision_model.", "multi_modal_projector."),
-)
+
+
+# Of the text model in a multimodal checkpoint: root, head, and what is ignored.
+_TEXT, _PROJECTOR = ("language_model.model", "language_model.lm_head"), "multi_modal_projector."
+_QWEN3_5_TEXT = "model.language_model", "lm_head", ("mtp.", "model.visual."), ("tie_word_embeddings",)
+# Multimodal Gemma 3 configs omit what equals the 4B's.
+_GEMMA3_4B: dict[str, Any] = {
+    **{"num_attention_heads": 8, "num_key_value_heads": 4},
+    **{"vocab_size": 262_208, "max_position_embeddings": 131_072},
+}
 
 
 def describe(fields: Fields) -> ModelConfig:
@@ -132,18 +120,6 @@ def _gemma3(fields: Fields) -> ModelConfig:
         local = RopeConfig(fields.number("rope_local_base_freq", 1e4, above=1), everywhere.rotary_dim)
     layers = tuple(replace(layer, rope=local if layer.window else everywhere) for layer in config.layers)
     return replace(config, layers=layers)
-
-
-def _gemma3_and_vision(fields: Fields) -> ModelConfig:
-    """The text model of the multimodal Gemma 3. Their configs omit what equals the 4B's."""
-    text = fields.inner(
-        "text_config",
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=262_208,
-        max_position_embeddings=131_072,
-    )
-    return replace(_gemma3(text), names=_GEMMA3_AND_VISION)
 
 
 def _gemma(
@@ -253,11 +229,6 @@ def _llama4(fields: Fields) -> ModelConfig:
     return _with_turns(config, turns)
 
 
-def _llama4_and_vision(fields: Fields) -> ModelConfig:
-    """The text model of the multimodal Llama 4."""
-    return replace(_llama4(fields.inner("text_config")), names=_LLAMA4_AND_VISION)
-
-
 def _turns(fields: Fields) -> list[Any]:
     """For each layer a true value if it has rotary embedding."""
     interval, num_layers = fields.count("no_rope_layer_interval", 4), read_num_layers(fields)
@@ -277,6 +248,23 @@ def _softcap(fields: Fields, name: str, absent: float | None) -> float:
     return fields.number(name, 0.0) if fields.has(name) else absent or 0.0
 
 
+def _text_of(
+    read: Callable[[Fields], ModelConfig],
+    root: str,
+    head: str,
+    foreign: tuple[str, ...],
+    outer: tuple[str, ...] = (),
+    **absent: Any,
+) -> Callable[[Fields], ModelConfig]:
+    """The text model of a multimodal one. What its config omits is `absent`, or in the whole one (`outer`)."""
+
+    def read_text(fields: Fields) -> ModelConfig:
+        config = read(fields.inner("text_config", **absent, **{name: fields.get(name) for name in outer}))
+        return replace(config, names=replace(config.names, root=root, head=head, foreign=foreign))
+
+    return read_text
+
+
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
@@ -287,17 +275,17 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen3NextForCausalLM": qwen3_next,
     "Qwen3_5ForCausalLM": qwen3_5,
-    "Qwen3_5ForConditionalGeneration": qwen3_5_and_vision,
+    "Qwen3_5ForConditionalGeneration": _text_of(qwen3_5, *_QWEN3_5_TEXT),
     "Qwen3_5MoeForCausalLM": qwen3_5_moe,
-    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe_and_vision,
+    "Qwen3_5MoeForConditionalGeneration": _text_of(qwen3_5_moe, *_QWEN3_5_TEXT),
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
-    "Gemma3ForConditionalGeneration": _gemma3_and_vision,
+    "Gemma3ForConditionalGeneration": _text_of(_gemma3, *_TEXT, ("vision_tower.", _PROJECTOR), **_GEMMA3_4B),
     "Phi3ForCausalLM": _phi3,
     "SmolLM3ForCausalLM": _smollm3,
     "GptOssForCausalLM": _gpt_oss,
     "Llama4ForCausalLM": _llama4,
-    "Llama4ForConditionalGeneration": _llama4_and_vision,
+    "Llama4ForConditionalGeneration": _text_of(_llama4, *_TEXT, ("vision_model.", _PROJECTOR)),
     "DeepseekV2ForCausalLM": deepseek2,
     "DeepseekV3ForCausalLM": deepseek3,
 }

@@ -21,7 +21,6 @@ from workers.model.fields import Fields
 _QK_NORMS = TensorNames(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 _QWEN3_NEXT = replace(_QK_NORMS, delta_parts=("in_proj_qkvz", "in_proj_ba"), foreign=("mtp.",))
 _QWEN3_5 = replace(_QWEN3_NEXT, delta_parts=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
-_QWEN3_5_AND_VISION = replace(_QWEN3_5, root="model.language_model", head="lm_head", foreign=("mtp.", "model.visual."))
 
 
 def qwen2(fields: Fields) -> ModelConfig:
@@ -35,8 +34,7 @@ def qwen3(fields: Fields) -> ModelConfig:
 def qwen2_moe(fields: Fields) -> ModelConfig:
     fields.only("use_sliding_window", False)
     config = replace(read_plain(fields), qkv_bias=fields.flag("qkv_bias", True))
-    shared = fields.count("shared_expert_intermediate_size", 5632)
-    return with_experts(config, replace(_qwen_experts(fields, 60, 4), shared_ffn_size=shared), _sparse_layers(fields))
+    return with_experts(config, _qwen_experts(fields, 60, 4, shared=5632), _sparse_layers(fields))
 
 
 def qwen3_moe(fields: Fields) -> ModelConfig:
@@ -48,34 +46,17 @@ def qwen3_moe(fields: Fields) -> ModelConfig:
 def qwen3_next(fields: Fields) -> ModelConfig:
     fields = fields.completed(intermediate_size=5632, norm_topk_prob=True, moe_intermediate_size=512)
     config = _hybrid(fields, _QWEN3_NEXT, key_value_heads=2)
-    shared = fields.count("shared_expert_intermediate_size", 512)
-    experts = replace(_qwen_experts(fields, 512, 10), shared_ffn_size=shared)
-    return with_experts(config, experts, _sparse_layers(fields))
+    return with_experts(config, _qwen_experts(fields, 512, 10, shared=512), _sparse_layers(fields))
 
 
-def qwen3_5(fields: Fields, names: TensorNames = _QWEN3_5) -> ModelConfig:
-    return _hybrid(fields, names, key_value_heads=4)
+def qwen3_5(fields: Fields) -> ModelConfig:
+    return _hybrid(fields, _QWEN3_5, key_value_heads=4)
 
 
-def qwen3_5_moe(fields: Fields, names: TensorNames = _QWEN3_5) -> ModelConfig:
+def qwen3_5_moe(fields: Fields) -> ModelConfig:
     fields = fields.completed(intermediate_size=512, moe_intermediate_size=512, norm_topk_prob=True)
-    config = _hybrid(fields, names, key_value_heads=2)
-    shared = fields.count("shared_expert_intermediate_size", 512)
-    experts = replace(_qwen_experts(fields, 256, 8), shared_ffn_size=shared)
-    return with_experts(config, experts, [True] * config.num_layers)
-
-
-def qwen3_5_and_vision(fields: Fields) -> ModelConfig:
-    """The text model of the multimodal Qwen3.5."""
-    return qwen3_5(_qwen3_5_text(fields), _QWEN3_5_AND_VISION)
-
-
-def qwen3_5_moe_and_vision(fields: Fields) -> ModelConfig:
-    return qwen3_5_moe(_qwen3_5_text(fields), _QWEN3_5_AND_VISION)
-
-
-def _qwen3_5_text(fields: Fields) -> Fields:
-    return fields.inner("text_config", tie_word_embeddings=fields.get("tie_word_embeddings"))
+    config = _hybrid(fields, _QWEN3_5, key_value_heads=2)
+    return with_experts(config, _qwen_experts(fields, 256, 8, shared=512), [True] * config.num_layers)
 
 
 def _hybrid(fields: Fields, names: TensorNames, key_value_heads: int) -> ModelConfig:
@@ -121,12 +102,14 @@ def _upper_windows(fields: Fields) -> list[int]:
     return typed_windows(fields, types, read_window(fields, absent=4096))
 
 
-def _qwen_experts(fields: Fields, count: int, per_token: int) -> ExpertsConfig:
+def _qwen_experts(fields: Fields, count: int, per_token: int, shared: int = 0) -> ExpertsConfig:
+    """`shared`: the width of the shared expert, if the family has one."""
     return ExpertsConfig(
         count=fields.count("num_experts", fields.count("num_local_experts", count), most=MAX_EXPERTS),
         per_token=fields.count("num_experts_per_tok", per_token),
         ffn_size=fields.count("moe_intermediate_size"),
         normalise=fields.flag("norm_topk_prob", False),
+        shared_ffn_size=fields.count("shared_expert_intermediate_size", shared) if shared else 0,
     )
 
 

@@ -55,7 +55,8 @@ def hub_config(metadata: Metadata, factors: Mapping[str, tuple[float, ...]]) -> 
     """The config.json of the file's model; `factors` has the numbers of its rope tensors. Raises `ModelError`."""
     config = _plain(metadata, factors)
     turned = config["rope_parameters"].get("partial_rotary_factor")
-    config |= FAMILIES[metadata.architecture](metadata, config)
+    architecture, model_type, rest = FAMILIES[metadata.architecture]
+    config |= {"architectures": [architecture], "model_type": model_type} | rest(metadata, config)
     if turned and config["model_type"] != "phi3":
         metadata.refuse(f"{turned:.0%} of a head's features are rotated, which is supported for architecture phi3 only")
     return config
@@ -68,8 +69,6 @@ def _plain(metadata: Metadata, factors: Mapping[str, tuple[float, ...]]) -> dict
     head_dim = metadata.whole("attention.key_length", hidden // heads)
     ends = sorted({end for end in (metadata.token("eos"), metadata.token("eot")) if end is not None})
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "vocab_size": metadata.shapes["token_embd.weight"][0],
         "hidden_size": hidden,
         "intermediate_size": metadata.whole("feed_forward_length", metadata.get("expert_feed_forward_length")),
@@ -133,23 +132,13 @@ def _llama(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _qwen2(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-
-
-def _qwen3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-
-
 def _qwen2_moe(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    names = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
     width = metadata.whole("expert_shared_feed_forward_length")
-    return names | _experts(metadata, normalised=False) | {"shared_expert_intermediate_size": width}
+    return _experts(metadata, normalised=False) | {"shared_expert_intermediate_size": width}
 
 
 def _qwen3_moe(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    return names | _experts(metadata, normalised=True)
+    return _experts(metadata, normalised=True)
 
 
 def _experts(metadata: Metadata, normalised: bool) -> dict[str, Any]:
@@ -163,15 +152,13 @@ def _experts(metadata: Metadata, normalised: bool) -> dict[str, Any]:
 
 
 def _gemma2(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    names = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
-    return names | _gemma(metadata, config, global_every=2, layers_of_27b=46)
+    return _gemma(metadata, config, global_every=2, layers_of_27b=46)
 
 
 def _gemma3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
     local = {"rope_type": "default", "rope_theta": metadata.real("rope.freq_base_swa", 10000.0)}
     rope = {"full_attention": config["rope_parameters"], "sliding_attention": local}
-    return names | _gemma(metadata, config, global_every=6, layers_of_27b=62) | {"rope_parameters": rope}
+    return _gemma(metadata, config, global_every=6, layers_of_27b=62) | {"rope_parameters": rope}
 
 
 def _gemma(metadata: Metadata, config: dict[str, Any], global_every: int, layers_of_27b: int) -> dict[str, Any]:
@@ -195,25 +182,20 @@ def _gemma(metadata: Metadata, config: dict[str, Any], global_every: int, layers
 def _phi3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     context_length = config["max_position_embeddings"]
     return {
-        "architectures": ["Phi3ForCausalLM"],
-        "model_type": "phi3",
         "sliding_window": metadata.whole("attention.sliding_window", 0) or None,
         "original_max_position_embeddings": metadata.whole("rope.scaling.original_context_length", context_length),
     }
 
 
-def _smollm3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    return {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layer_interval": 4}
-
-
-FAMILIES: dict[str, Callable[[Metadata, dict[str, Any]], dict[str, Any]]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen2moe": _qwen2_moe,
-    "qwen3": _qwen3,
-    "qwen3moe": _qwen3_moe,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "phi3": _phi3,
-    "smollm3": _smollm3,
+# The hub's architecture and model type, and what a config has besides `_plain`.
+FAMILIES: dict[str, tuple[str, str, Callable[[Metadata, dict[str, Any]], dict[str, Any]]]] = {
+    "llama": ("LlamaForCausalLM", "llama", _llama),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", lambda *_: {}),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", lambda *_: {}),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
+    "phi3": ("Phi3ForCausalLM", "phi3", _phi3),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3", lambda *_: {"no_rope_layer_interval": 4}),
 }
