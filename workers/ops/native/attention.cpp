@@ -801,12 +801,11 @@ void attend_to(int64_t kind, const Call& call, const int32_t* query_starts, cons
 extern "C" const int64_t diptych_attention_tile = TILE;
 
 extern "C" void diptych_attend(const float* query, int64_t query_token_stride, int64_t query_head_stride, float* output,
-                               const void* pool, int64_t kind, int64_t layer, int64_t layers, int64_t heads,
+                               int64_t heads, const void* pool, int64_t kind, int64_t layer, int64_t layers,
                                int64_t kv_heads, int64_t vectors, int64_t block_size, int64_t head_dim,
-                               const int32_t* query_starts,
-                               const int32_t* context_lens, const int32_t* block_tables, int64_t table_stride,
-                               int64_t sequences, float scale, int64_t window, float softcap, const float* sinks,
-                               const int32_t* begins, const float* (*wait)()) {
+                               const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,
+                               int64_t table_stride, int64_t sequences, float scale, int64_t window, float softcap,
+                               const float* sinks, const int32_t* begins, const float* (*wait)()) {
     Call call{query,  query_token_stride, query_head_stride, output,       pool,         layer, layers, heads, kv_heads,
               vectors, block_size, head_dim, block_tables, table_stride, scale, window, softcap};
     call.sinks = sinks;
@@ -818,10 +817,11 @@ extern "C" void diptych_attend(const float* query, int64_t query_token_stride, i
 // `position` of the first of `tokens` queries, counted from the span's first key, which is the sequence's key `first`.
 // `num_keys` is a multiple of TILE.
 extern "C" void diptych_attend_span(const float* query, int64_t query_token_stride, int64_t query_head_stride,
-                                    float* output, const void* pool, int64_t kind, int64_t layer, int64_t layers,
-                                    int64_t heads, int64_t kv_heads, int64_t vectors, int64_t block_size,
+                                    float* output, int64_t heads, const void* pool, int64_t kind, int64_t layer,
+                                    int64_t layers, int64_t kv_heads, int64_t vectors, int64_t block_size,
                                     int64_t head_dim, int64_t tokens, int64_t position, int64_t first,
-                                    const int32_t* block_table, int64_t num_keys, float scale, int64_t window, float softcap, const float* states) {
+                                    const int32_t* block_table, int64_t num_keys, float scale, int64_t window,
+                                    float softcap, const float* states) {
     Call call{query,  query_token_stride, query_head_stride, output, pool,  layer,  layers, heads, kv_heads,
               vectors, block_size, head_dim, block_table, 0, scale, window, softcap};
     call.states = states;

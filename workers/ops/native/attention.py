@@ -21,29 +21,15 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """See `workers.ops.attention.Attention`."""
-    _, kv_heads, layers, vectors, block_size, _ = _shape(pool)
     key, value = _dense_heads(key), _dense_heads(value)
     kernel("write_kv")(
-        pointer(key),
-        key.stride(0),
-        pointer(value),
-        value.stride(0),
-        pointer(pool),
-        _KINDS[pool.dtype],
-        layer,
-        layers,
-        kv_heads,
-        vectors,
-        block_size,
-        key.shape[2],
-        pointer(slot_mapping),
-        slot_mapping.shape[0],
-    )
+        pointer(key), key.stride(0), pointer(value), value.stride(0), *_paged(pool, layer), key.shape[2],
+        pointer(slot_mapping), slot_mapping.shape[0],
+    )  # fmt: skip
 
 
 def attend(query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scoring: Scoring) -> Tensor:
     """See `workers.ops.attention.Attend`."""
-    _, kv_heads, layers, vectors, block_size, _ = _shape(pool)
     rows = query if query.dtype == torch.float32 else query.float()
     if rows.stride(2) != 1:
         rows = rows.contiguous()
@@ -54,31 +40,11 @@ def attend(query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scoring:
     sinks = None if scoring.sinks is None else scoring.sinks.float()
     waiting = None if batch.states is None else _Waiting(batch.states)
     kernel("attend")(
-        pointer(rows),
-        token_stride,
-        head_stride,
-        pointer(output),
-        pointer(pool),
-        _KINDS[pool.dtype],
-        layer,
-        layers,
-        rows.shape[1],
-        kv_heads,
-        vectors,
-        block_size,
-        rows.shape[2],
-        pointer(batch.query_starts),
-        pointer(batch.context_lens),
-        pointer(tables),
-        table_stride,
-        sequences,
-        scoring.scale,
-        scoring.window,
-        scoring.softcap,
-        None if sinks is None else pointer(sinks),
-        None if batch.begins is None else pointer(batch.begins),
+        pointer(rows), token_stride, head_stride, pointer(output), rows.shape[1], *_paged(pool, layer), rows.shape[2],
+        pointer(batch.query_starts), pointer(batch.context_lens), pointer(tables), table_stride, sequences,
+        scoring.scale, scoring.window, scoring.softcap, _optional(sinks), _optional(batch.begins),
         None if waiting is None else waiting.pointer,
-    )
+    )  # fmt: skip
     if waiting is not None and waiting.error is not None:
         raise waiting.error
     return output if output.dtype == query.dtype else output.to(query.dtype)
@@ -103,40 +69,26 @@ class _Waiting:
 
 def attend_span(query: Tensor, pool: Tensor, layer: int, span: KeySpan, scoring: Scoring) -> Tensor:
     """See `workers.ops.attention.AttendSpan`."""
-    _, kv_heads, layers, vectors, block_size, _ = _shape(pool)
     tokens, heads, head_dim = query.shape
     assert span.num_keys % SPAN == 0 and span.num_keys <= span.position
     output = torch.empty(tokens, heads, head_dim + 2)
     kernel("attend_span")(
-        pointer(query),
-        query.stride(0),
-        query.stride(1),
-        pointer(output),
-        pointer(pool),
-        _KINDS[pool.dtype],
-        layer,
-        layers,
-        heads,
-        kv_heads,
-        vectors,
-        block_size,
-        head_dim,
-        tokens,
-        span.position,
-        span.begin,
-        pointer(span.table),
-        span.num_keys,
-        scoring.scale,
-        scoring.window,
-        scoring.softcap,
-        None if span.state is None else pointer(span.state),
-    )
+        pointer(query), query.stride(0), query.stride(1), pointer(output), heads, *_paged(pool, layer), head_dim,
+        tokens, span.position, span.begin, pointer(span.table), span.num_keys,
+        scoring.scale, scoring.window, scoring.softcap, _optional(span.state),
+    )  # fmt: skip
     return output
 
 
-def _shape(pool: Tensor) -> torch.Size:
+def _paged(pool: Tensor, layer: int) -> tuple[int, ...]:
+    """The kernels' arguments for one layer of a pool."""
     assert pool.is_contiguous() and not pool.is_cuda
-    return pool.shape
+    _, kv_heads, layers, vectors, block_size, _ = pool.shape
+    return pointer(pool), _KINDS[pool.dtype], layer, layers, kv_heads, vectors, block_size
+
+
+def _optional(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else pointer(tensor)
 
 
 def _dense_heads(tensor: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ Word = ctypes.c_uint64
 _LAYOUTS = ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k")
 _PACK, _LINEAR = [Pointer] * 2 + [Size] * 2, [Pointer] * 4 + [Size] * 4
 _PAGED: list[type] = [Pointer, Size, Size, *[Pointer] * 3, *[Size] * 4]
-_QUERY, _SCORES = [Pointer, Size, Size] + [Pointer] * 2 + [Size] * 8, [Float, Size, Float]
+_QUERY, _SCORES = [Pointer, Size, Size, Pointer, Size, Pointer] + [Size] * 7, [Float, Size, Float]
 _ARGUMENTS: dict[str, Sequence[type]] = {
     "rms_norm": [Pointer, Size, Pointer, Pointer, Size, Size, Float, Size],
     "add_rms_norm": [Pointer] * 5 + [Size, Size, Float, Size],
