@@ -12,7 +12,7 @@ from msgspec import structs
 
 from cluster.events import Accepted, AttemptsExhausted, DeadlineExceeded, Delta, Rejected, Unservable
 from cluster.runtime.interface import WorkerOrder
-from cluster.spec import Role
+from cluster.spec import GatewaySpec, Role
 from diptych.view import WorkerState
 from kvtransfer.open import SharedMemory
 from kvtransfer.transport import Read
@@ -75,7 +75,9 @@ async def test_a_request_for_one_token_needs_no_handoff() -> None:
 
 
 async def test_concurrent_requests_get_their_own_tokens_and_free_all_blocks() -> None:
-    async with cluster(split_spec(2, 2, backends=("nixl", "tcp"))) as subject:
+    # 40 requests wait for 2 x 16 decode slots in real time, which takes as long as the machine is busy.
+    spec = replace(split_spec(2, 2, backends=("nixl", "tcp")), gateway=GatewaySpec(placement_timeout_s=60.0))
+    async with cluster(spec) as subject:
         draw = random.Random(5)
         wanted = {f"r{n}": (draw.randint(1, 300), draw.randint(1, 40)) for n in range(40)}
         runs = await asyncio.gather(
