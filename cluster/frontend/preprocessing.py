@@ -86,8 +86,9 @@ class PreprocessingPool:
     """
 
     def __init__(self, load: Load, *, limit_s: float = PREPROCESS_S, max_waiting: int = MAX_WAITING) -> None:
-        self._processes = [_QueuedProcess(load, limit_s, max_waiting) for _ in range(2)]
-        self._grammars = _QueuedProcess(partial(_load_with_grammars, load, GRAMMAR_NICENESS), limit_s, max_waiting)
+        self._processes = [_QueuedProcess("large inputs", load, limit_s, max_waiting) for _ in range(2)]
+        load_with_grammars = partial(_load_with_grammars, load, GRAMMAR_NICENESS)
+        self._grammars = _QueuedProcess("new grammars", load_with_grammars, limit_s, max_waiting)
 
     def start(self) -> None:
         """Start the process for large inputs before its first call."""
@@ -117,9 +118,12 @@ class _Call:
 
 
 class _QueuedProcess:
-    """At most one child process, and the calls that wait for it. Owned by `PreprocessingPool`."""
+    """At most one child process, and the calls that wait for it. `inputs`: their name in errors. Owned by
+    `PreprocessingPool`.
+    """
 
-    def __init__(self, load: Load, limit_s: float, max_waiting: int) -> None:
+    def __init__(self, inputs: str, load: Load, limit_s: float, max_waiting: int) -> None:
+        self._inputs = inputs
         self._load = load
         self._limit_s = limit_s
         self._max_waiting = max_waiting
@@ -138,7 +142,7 @@ class _QueuedProcess:
         if self._waiting and (
             len(self._waiting) >= self._max_waiting or waiting_bytes + len(frame) > MAX_WAITING_BYTES
         ):
-            raise Rejected("too many large inputs wait in this gateway; try again", RETRY_AFTER_S, "gateway-full")
+            raise Rejected(f"too many {self._inputs} wait in this gateway; try again", RETRY_AFTER_S, "gateway-full")
         call = _Call(size, next(self._numbers), frame, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiting, call)
         self._wake.set()
@@ -147,7 +151,8 @@ class _QueuedProcess:
             async with asyncio.timeout(PREPROCESS_WAIT_S):
                 return await call.result
         except TimeoutError:
-            raise Rejected("this gateway has too many large inputs to read; try again", RETRY_AFTER_S) from None
+            rule = f"in {PREPROCESS_WAIT_S:g} s this gateway did not come to this one of too many {self._inputs}"
+            raise Rejected(f"{rule}; try again, or on another gateway", RETRY_AFTER_S) from None
         finally:
             if call in self._waiting:  # the caller was cancelled, or its time is up
                 self._waiting.remove(call)

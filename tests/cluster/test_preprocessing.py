@@ -126,6 +126,13 @@ async def test_a_full_queue_refuses(tmp_path: Path) -> None:
         await asyncio.gather(busy, waiting)
 
 
+async def test_a_grammar_that_is_not_checked_in_time_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocessing, "PREPROCESS_WAIT_S", 0.01)
+    async with aclosing(PreprocessingPool(ByteTokenizer)) as processes:
+        with pytest.raises(Rejected, match="too many new grammars; try again"):
+            await processes.check_grammar(Grammar("regex", "a"))
+
+
 async def test_closing_kills_the_process_and_fails_waiting_calls(tmp_path: Path) -> None:
     processes = PreprocessingPool(ByteTokenizer)
     theirs = await processes.call(1, process_id)
