@@ -25,9 +25,9 @@ from benchmarks.environments import AIPERF, GUIDELLM, VLLM, PeerEnvironment
 from benchmarks.hosted import refuse_foreign_ray
 from cluster.offline.load import machine
 from cluster.offline.load.endpoint import Target
-from cluster.offline.load.open import open_endpoint
 from cluster.offline.load.processes import Child
 from cluster.offline.load.sender import LoadOptions, nothing
+from cluster.offline.load.trials import open_endpoint
 from cluster.offline.scoring.figures import figures
 from cluster.offline.workload.changes import with_distinct_prompts
 from cluster.offline.workload.load import load_workload

@@ -19,15 +19,13 @@ import msgspec
 from cluster.cli.comparison import positive_slo, print_comparison, write_report
 from cluster.cli.lifetime import run
 from cluster.cli.screen import PullProgress, console, print_json, progress_bar, say
-from cluster.offline.load.about import About, about
 from cluster.offline.load.endpoint import Endpoint, Target
 from cluster.offline.load.goodput_search import GoodputQuery, search
-from cluster.offline.load.open import open_endpoint
+from cluster.offline.load.machine import About, about
 from cluster.offline.load.sender import LoadOptions
-from cluster.offline.load.trials import TrialPlan, configuration_of, external, kind_of, run_trials
+from cluster.offline.load.trials import TrialPlan, configuration_of, external, kind_of, open_endpoint, run_trials
 from cluster.offline.report.html import More, Picture
-from cluster.offline.report.system_result import SystemResult
-from cluster.offline.report.table import probes, terminal
+from cluster.offline.report.table import SystemResult, probes, terminal
 from cluster.offline.report.trials import has_verdicts, summary_lines, trial_intervals, trial_tables, verdict_map
 from cluster.offline.scoring.figures import figures, slo_text
 from cluster.offline.scoring.goodput import Goodput

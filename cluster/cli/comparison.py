@@ -11,7 +11,7 @@ from cluster.cli.screen import console, print_json, say
 
 if TYPE_CHECKING:
     from cluster.offline.report.html import More
-    from cluster.offline.report.system_result import SystemResult
+    from cluster.offline.report.table import SystemResult
     from workers.request import SLO
 
 

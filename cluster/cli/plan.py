@@ -222,9 +222,8 @@ def _print_answer(
 
 
 def _place(options: PlanOptions, known: dict[str, Any]) -> None:
-    from cluster.offline.plan.context import too_long
     from cluster.offline.plan.estimate import outline
-    from cluster.offline.plan.load import PlanLoad
+    from cluster.offline.plan.load import PlanLoad, too_long
     from cluster.offline.plan.placement import PlacementResult, PlacementSearch
     from cluster.offline.plan.report import (
         changes_json,
@@ -285,7 +284,6 @@ def _place(options: PlanOptions, known: dict[str, Any]) -> None:
 
 
 def _measure_instances(options: PlanOptions, known: dict[str, Any]) -> None:
-    from cluster.offline.plan.context import too_long
     from cluster.offline.plan.instance import Instance, LengthRanges, answers, instances_of, parse_range
     from cluster.offline.plan.instance_report import (
         instance_estimate_lines,
@@ -293,7 +291,7 @@ def _measure_instances(options: PlanOptions, known: dict[str, Any]) -> None:
         instance_json,
         instance_lines,
     )
-    from cluster.offline.plan.load import PlanLoad
+    from cluster.offline.plan.load import PlanLoad, too_long
     from cluster.offline.plan.request import PlanError
     from workers.profiles.capacity import min_gpus
 

@@ -15,7 +15,7 @@ from cluster.cli.screen import progress_bar
 from cluster.cli.search import cores
 
 if TYPE_CHECKING:
-    from cluster.offline.report.system_result import SystemResult
+    from cluster.offline.report.table import SystemResult
     from cluster.offline.sim.cluster import Environment
     from cluster.offline.sim.compare import Case, GoodputOptions
     from cluster.offline.sim.run import RunOptions
@@ -200,7 +200,7 @@ def _run(
     num_processes: int,
 ) -> "list[SystemResult]":
     """Run all systems at the workload's rate, then search their goodputs."""
-    from cluster.offline.report.system_result import SystemResult
+    from cluster.offline.report.table import SystemResult
     from cluster.offline.scoring.figures import figures
     from cluster.offline.sim.compare import goodputs, processes, run_case
 

@@ -10,13 +10,12 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from cluster.offline.load.endpoint import Endpoint, EndpointError, Target
-from cluster.offline.load.open import open_endpoint
 from cluster.offline.load.processes import Child, ProcessFailed
 from cluster.offline.load.sender import Ended, LoadOptions, nothing
 from cluster.offline.scoring.figures import figures
@@ -163,3 +162,14 @@ async def running(configuration: Configuration, plan: TrialPlan) -> AsyncIterato
             raise EndpointError(f"{configuration.name} does not start: {why}") from error
         async with open_endpoint(Target(line.text.partition("ready: ")[2], access=plan.access)) as endpoint:
             yield endpoint
+
+
+def open_endpoint(target: Target) -> AbstractAsyncContextManager[Endpoint]:
+    """Connect and ask for the model. Raises `EndpointError` and `DiptychError`."""
+    if target.is_http:
+        from cluster.offline.load.http_endpoint import open_http
+
+        return open_http(target)
+    from cluster.offline.load.grpc_endpoint import open_grpc
+
+    return open_grpc(target.address, target.access, target.model)

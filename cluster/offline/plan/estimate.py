@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup
-from cluster.offline.plan.layouts import Layouts, Rated
+from cluster.offline.plan.layouts import Layouts, Rated, decodes, instances, prefills
 from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.request import PlanError, PlanRequest
-from cluster.offline.plan.shapes import decodes, instances, prefills
 from cluster.offline.plan.trial import (
     MARGIN,
     Trial,

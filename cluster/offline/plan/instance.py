@@ -16,10 +16,10 @@ import numpy as np
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.estimate import Estimate, estimate
+from cluster.offline.plan.layouts import instances
 from cluster.offline.plan.placement import OnProgress
 from cluster.offline.plan.request import PlanError, PlanRequest
 from cluster.offline.plan.search import SLACK
-from cluster.offline.plan.shapes import instances
 from cluster.offline.plan.trial import FLOOR, Trial, full_trial
 from cluster.offline.scoring.figures import Percentiles, percentiles
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput, trying

@@ -1,10 +1,11 @@
-"""The load to plan for, at any rate and with any seed. Pure."""
+"""The load to plan for, at any rate and with any seed; a warning if it is longer than the model's context. Pure."""
 
 import random
 from dataclasses import dataclass, replace
 
 from cluster.offline.workload.arrivals import Arrival, Workload, WorkloadError
 from cluster.offline.workload.changes import at_rate, resampled
+from workers.profiles.shapes import shape_of
 
 MAX_LENGTHS = 4096  # pairs of lengths; more add nothing to what is known of their distribution
 
@@ -62,3 +63,16 @@ class PlanLoad:
         part = arrivals[begin : begin + count]
         moved = [replace(each, at_s=each.at_s - part[0].at_s) for each in part]
         return at_rate(self.source.with_note(moved, f"{len(part)} requests from number {begin}"), rate)
+
+
+def too_long(model: str, load: PlanLoad) -> list[str]:
+    """A warning if requests are longer than the context."""
+    context = shape_of(model).context_length
+    lengths = [each.prompt_tokens + each.output_tokens for each in load.source.arrivals]
+    share = sum(length > context for length in lengths) / len(lengths) if context else 0.0
+    if not share:
+        return []
+    return [
+        f"Warning: {share:.1%} of the requests are longer than the context of {model} ({context:,} tokens). A server "
+        "refuses them; this plan serves them, as if the model took them"
+    ]

@@ -21,13 +21,11 @@ from statistics import fmean
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.estimate import rank_by_estimate
-from cluster.offline.plan.layouts import Layouts, Rated
-from cluster.offline.plan.option import Option, rate_text
+from cluster.offline.plan.layouts import Layouts, Rated, instances
 from cluster.offline.plan.race import MAX_ADDED, Race, enlarged
 from cluster.offline.plan.request import PlanError, PlanRequest
 from cluster.offline.plan.search import SLACK, Effort, Found, SearchOutcome, best_of
-from cluster.offline.plan.shapes import instances
-from cluster.offline.plan.trial import FLOOR, Trial, full_trial
+from cluster.offline.plan.trial import FLOOR, Option, Trial, full_trial, rate_text
 from cluster.offline.scoring.figures import Attainment
 from cluster.offline.scoring.goodput import (
     MAX_STRIDE,

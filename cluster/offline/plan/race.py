@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 
 from cluster.offline.plan.deploy import Layout
-from cluster.offline.plan.option import Option
 from cluster.offline.plan.request import PlanRequest
-from cluster.offline.plan.trial import Trial, full_trial
+from cluster.offline.plan.trial import Option, Trial, full_trial
 from cluster.offline.scoring.figures import Attainment
 from cluster.offline.scoring.goodput import Goodput, Map, Probe, Search
 

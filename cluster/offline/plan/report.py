@@ -10,9 +10,9 @@ from msgspec import to_builtins
 from cluster.offline.plan.deploy import Layout, spec_of
 from cluster.offline.plan.dollars import price_line, serving_cost
 from cluster.offline.plan.estimate import CAVEAT, Estimate, Outline
-from cluster.offline.plan.option import Option
 from cluster.offline.plan.placement import PlacementResult
 from cluster.offline.plan.request import PlanRequest
+from cluster.offline.plan.trial import Option
 from cluster.offline.plan.verdict import FirstVerdict, PlanVerdict
 from cluster.offline.plan.why import changes
 from cluster.offline.scoring.figures import slo_text

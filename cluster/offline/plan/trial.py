@@ -1,6 +1,6 @@
 """One candidate under one load: its attainment at a rate by simulation, and closed-form bounds on it.
 
-A trial is a picklable value, so any process can run it.
+A trial is a picklable value, so any process can run it. An option is a layout that was simulated whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from cluster.offline.plan.deploy import Layout, WorkerGroup, case_of, decode_alo
 from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.request import PlanRequest
 from cluster.offline.scoring.figures import Attainment, attainment, judged, most_missed
-from cluster.offline.scoring.goodput import probe_span_s
+from cluster.offline.scoring.goodput import Goodput, probe_span_s
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.case import Case
 from cluster.offline.workload.arrivals import Arrival, Workload
@@ -268,3 +268,44 @@ def _mixed_rate(
             best = max(best, rate)
         chunk //= 2
     return best or rate
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """`serves`: its mean attainment at the requested rate, if there is one."""
+
+    layout: Layout
+    trial: Trial
+    goodput: Goodput
+    serves: Attainment | None = None
+
+    @property
+    def value(self) -> float:
+        """Goodput per unit of weight."""
+        return self.goodput.rate / self.trial.weight
+
+    @property
+    def headroom(self) -> str:
+        """How many requests met each SLO at the highest rate that held, and which SLO breaks above it."""
+        by_seed = dict(zip(self.goodput.seeds, self.goodput.by_seed, strict=True))
+        held = [each for each in self.goodput.probes if each.rate == by_seed.get(each.seed)]
+        if not held:
+            return ""
+        one = min(held, key=lambda each: each.attained.both)
+        target = self.goodput.target
+        breaks = f"; above, {' and '.join(self.goodput.limits)} breaks first" if self.goodput.limits else ""
+        met = f"TTFT met by {one.attained.ttft:.1%} and TPOT by {one.attained.tpot:.1%}"
+        return f"at {one.rate:.4g} requests/s {met} of requests, {target:.0%} needed{breaks}"
+
+    def merit(self, request: PlanRequest) -> tuple[float, float]:
+        """The higher, the better, by the request's objective; of equals the smaller."""
+        if request.rate is not None:
+            return -self.trial.weight, self.value
+        return (self.goodput.rate if request.objective == "throughput" else self.value), -self.trial.weight
+
+
+def rate_text(request: PlanRequest, trial: Trial, rate: float) -> str:
+    """As the objective counts it."""
+    if request.rate is not None or request.objective == "throughput":
+        return f"{rate:.3g} requests/s on {trial.gpus} GPU{'s' if trial.gpus > 1 else ''}"
+    return f"{rate / trial.weight:.3g} requests/s per {request.unit}"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from statistics import fmean
 
-from cluster.offline.plan.option import Option, rate_text
 from cluster.offline.plan.race import Race
 from cluster.offline.plan.request import PlanRequest
+from cluster.offline.plan.trial import Option, rate_text
 from cluster.offline.scoring.goodput import half_width
 
 

@@ -8,12 +8,17 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from cluster.offline.report.gantt import request_gantt
-from cluster.offline.report.pictures import attainment_curves, goodput_bars, latency_curves, phase_bars, scatter
+from cluster.offline.report.pictures import (
+    attainment_curves,
+    goodput_bars,
+    latency_curves,
+    phase_bars,
+    request_gantt,
+    scatter,
+)
 from cluster.offline.report.spans import typical
 from cluster.offline.report.style import png
-from cluster.offline.report.system_result import SystemResult, unit_of
-from cluster.offline.report.table import NOTHING, Grid, comparison, details, pools
+from cluster.offline.report.table import NOTHING, Grid, SystemResult, comparison, details, pools, unit_of
 from cluster.offline.scoring.figures import DEFINITIONS
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")

@@ -1,15 +1,39 @@
-"""Tables that compare systems, for a terminal and for the HTML report."""
+"""The results of systems, and tables that compare them, for a terminal and for the HTML report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.offline.report.system_result import SystemResult, unit_of
 from cluster.offline.scoring.figures import Figures, Percentiles, PoolFigures, slo_text
 from cluster.offline.scoring.goodput import Goodput
+from cluster.offline.scoring.records import Run
 
 NOTHING = "-"
 SPREAD = "p50/p90/p99"
+
+
+@dataclass(frozen=True, slots=True)
+class SystemResult:
+    """`figures` at the main load; `goodputs` by rising target; `sweep` at rising rates, for curves.
+
+    `run`: the run behind `figures`, with its steps if it was traced.
+    """
+
+    name: str
+    figures: Figures
+    goodputs: tuple[Goodput, ...] = ()
+    sweep: tuple[Figures, ...] = ()
+    run: Run | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """All but the sweep and the run's records."""
+        goodputs = [goodput.as_json() for goodput in self.goodputs]
+        return {"system": self.name, "figures": self.figures.as_json(), "goodput": goodputs}
+
+
+def unit_of(systems: Sequence[SystemResult]) -> str:
+    """What all of these systems count: GPUs, or ranks if any ran in real time."""
+    return "GPU" if all(system.figures.unit == "GPU" for system in systems) else "rank"
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ def test_a_cluster_that_does_not_start_is_one_clear_line(tmp_path: Path) -> None
 
 
 def test_a_key_never_shows() -> None:
-    from cluster.offline.load.about import command_line
+    from cluster.offline.load.machine import command_line
 
     shown = command_line(["x/diptych", "bench", "--api-key", "secret", "--api-key=secret", "--count", "a b"])
     assert shown == "diptych bench --api-key '***' '--api-key=***' --count 'a b'"

@@ -7,8 +7,8 @@ import pytest
 
 from cluster.offline.load.endpoint import EndpointError, Target
 from cluster.offline.load.http_endpoint import VOCAB_SIZE, WORDS, HttpEndpoint, text_of
-from cluster.offline.load.open import open_endpoint
 from cluster.offline.load.sender import LoadOptions, nothing
+from cluster.offline.load.trials import open_endpoint
 from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.records import RequestOutcome, Run
 from cluster.offline.workload.arrivals import Arrival, Workload

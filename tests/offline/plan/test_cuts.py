@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup, spec_of
+from cluster.offline.plan.layouts import CHUNKS, colocated, instances, is_close
 from cluster.offline.plan.request import PlanError
-from cluster.offline.plan.shapes import CHUNKS, colocated, instances, is_close
 from cluster.spec import Role
 from tests.offline.plan.requests import A100, H100, plan_request
 from workers.profiles.hardware import DATA

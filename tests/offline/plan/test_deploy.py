@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup, decode_alone, models_of, spec_of
+from cluster.offline.plan.layouts import CHUNKS
 from cluster.offline.plan.report import spec_yaml
-from cluster.offline.plan.shapes import CHUNKS
 from cluster.offline.sim import fleet
 from cluster.spec import Role
 from cluster.spec_file import load_spec, parse_spec

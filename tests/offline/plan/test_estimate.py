@@ -8,9 +8,9 @@ import pytest
 
 from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.estimate import estimate, median_and_p99, outline, thinned
+from cluster.offline.plan.layouts import instances
 from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.report import lines_of
-from cluster.offline.plan.shapes import instances
 from cluster.offline.plan.trial import Trial, full_trial
 from cluster.offline.workload.load import load_workload
 from tests.offline.plan.requests import plan_request

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup
-from cluster.offline.plan.option import Option
 from cluster.offline.plan.placement import BEST_SO_FAR, PlacementResult, PlacementSearch
 from cluster.offline.plan.report import plan_json, plan_lines, write_plan
 from cluster.offline.plan.request import PlanError, PlanRequest
-from cluster.offline.plan.trial import full_trial
+from cluster.offline.plan.trial import Option, full_trial
 from cluster.offline.plan.verdict import PlanVerdict, difference, judge
 from cluster.offline.scoring.figures import Attainment
 from cluster.offline.scoring.goodput import Goodput, Map, Probe, Search, TimeUp

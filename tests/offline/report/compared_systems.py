@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from cluster.offline.report.system_result import SystemResult
+from cluster.offline.report.table import SystemResult
 from cluster.offline.scoring.figures import Attainment, figures
 from cluster.offline.scoring.goodput import Goodput, Probes, Search, goodput
 from tests.offline.scoring.made import refused, split_run

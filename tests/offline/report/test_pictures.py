@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
-from cluster.offline.report.gantt import request_gantt
 from cluster.offline.report.html import pictures
-from cluster.offline.report.pictures import attainment_curves, goodput_bars, latency_curves, phase_bars, scatter
+from cluster.offline.report.pictures import (
+    attainment_curves,
+    goodput_bars,
+    latency_curves,
+    phase_bars,
+    request_gantt,
+    scatter,
+)
 from cluster.offline.report.spans import phases
 from cluster.offline.report.style import NoPictures, png, save
 from tests.offline.report.compared_systems import PROMISE, systems

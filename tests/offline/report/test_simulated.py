@@ -6,7 +6,7 @@ import pytest
 
 from cluster.offline.report.html import page
 from cluster.offline.report.perfetto import events
-from cluster.offline.report.system_result import SystemResult
+from cluster.offline.report.table import SystemResult
 from cluster.offline.scoring.figures import Figures, figures
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.cluster import PoolModel

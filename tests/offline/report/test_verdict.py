@@ -6,7 +6,7 @@ import pytest
 
 from cluster.offline.report import html
 from cluster.offline.report.html import verdict
-from cluster.offline.report.system_result import SystemResult
+from cluster.offline.report.table import SystemResult
 from tests.offline.report.compared_systems import found, systems
 
 
