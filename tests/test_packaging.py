@@ -16,8 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from cluster.cli import COMMANDS
-from cluster.cli.extras import EXTRAS
+from cluster.cli import COMMANDS, EXTRAS
 from tests.test_imports import imports, modules
 
 ROOT = Path(__file__).resolve().parent.parent

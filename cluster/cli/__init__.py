@@ -8,8 +8,6 @@ from typing import Any
 
 import click
 
-from cluster.cli.extras import missing_extra
-
 OURS = ("diptych", "cluster", "workers", "kvtransfer")
 
 
@@ -36,7 +34,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "scale": ("admin", "Set the number of workers of a pool."),
         "flip": ("admin", "Change a worker's role."),
         "drain": ("admin", "Remove a worker: it takes no new work and stops when it is empty."),
-        "adapter": ("adapter", "Load and unload LoRA adapters."),
+        "adapter": ("admin", "Load and unload LoRA adapters."),
         "leave": ("leave", "Empty a Ray node before it goes."),
         "autoscaler": (
             "autoscaler",
@@ -56,6 +54,27 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 COMMANDS = {name: command for commands in GROUPS.values() for name, command in commands.items()}
+# The extras and their libraries.
+EXTRAS = {
+    "simulate": ("aiohttp", "numpy", "xxhash", "jinja2", "psutil"),
+    "pictures": ("matplotlib",),
+    "serve": (
+        *("torch", "ray", "grpc_reflection", "transformers", "tokenizers", "gguf", "safetensors"),
+        *("huggingface_hub", "platformdirs", "prometheus_client"),
+    ),
+    "http": ("fastapi", "starlette", "uvicorn", "pydantic"),
+}
+EXTRA_OF = {library: extra for extra, libraries in EXTRAS.items() for library in libraries}
+NEED_WORKERS = frozenset({"demo", "serve", "gateway", "leave", "models", "doctor"})  # need more than `simulate` has
+
+
+def missing_extra(error: BaseException, command: str) -> str | None:
+    """The error line for a missing library of an extra; None for other errors."""
+    library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    extra = "serve" if command in NEED_WORKERS and EXTRA_OF.get(library) == "simulate" else EXTRA_OF.get(library)
+    if extra is None:
+        return None
+    return f"`diptych {command}` needs {library}, which is not installed: pip install 'diptych[{extra}]'"
 
 
 class DiptychGroup(click.Group):

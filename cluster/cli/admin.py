@@ -1,4 +1,4 @@
-"""`diptych flip`, `drain` and `scale`: change a running cluster."""
+"""`diptych flip`, `drain`, `scale` and `adapter`: change a running cluster."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,6 +13,7 @@ from diptych.view import Role
 
 if TYPE_CHECKING:
     from diptych.client import AsyncClient
+
 
 REVISION = click.option(
     "--revision", type=click.IntRange(min=0), default=0, show_default=False, metavar="NUMBER",
@@ -78,3 +79,45 @@ def change(endpoint: str, access: Access, text: str, act: Callable[["AsyncClient
 
     revision = asyncio.run(run())
     click.echo(f"{text} (revision {revision})")
+
+
+@click.group()
+def adapter() -> None:
+    """Load and unload LoRA adapters.
+
+    \b
+    Example:
+      diptych adapter load sql /models/sql-lora
+    """
+
+
+@adapter.command(cls=GroupedCommand)
+@click.argument("name")
+@click.argument("path")
+@client_options
+@click.option("--model", default="", show_default=False, help="That it changes. [default: the only one]")
+@REVISION
+def load(name: str, path: str, endpoint: str, access: Access, model: str, revision: int) -> None:
+    """Serve the PEFT folder PATH, the same on every node, as NAME. Requests name it as their model.
+
+    \b
+    Example:
+      diptych adapter load sql /models/sql-lora
+    """
+    text = f"{name}: served from {path}"
+    change(endpoint, access, text, lambda client: client.load_adapter(name, path, model=model, revision=revision))
+
+
+@adapter.command(cls=GroupedCommand)
+@click.argument("name")
+@client_options
+@REVISION
+def unload(name: str, endpoint: str, access: Access, revision: int) -> None:
+    """Refuse new requests for an adapter. Running ones go on.
+
+    \b
+    Example:
+      diptych adapter unload sql
+    """
+    text = f"{name}: not served any more"
+    change(endpoint, access, text, lambda client: client.unload_adapter(name, revision=revision))

@@ -10,10 +10,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.loans import loan_lines
 from cluster.cli.rates import Rates, StatusWindow, WorkerRates
 from cluster.cli.screen import decision_text, models_text, named_class, size
-from cluster.cli.tiers import tier_lines, tier_problems
+from cluster.cli.tiers import loan_lines, tier_lines, tier_problems
 from cluster.policy.slo_attainment import SLOCount
 from diptych.client import ClusterStatus
 from diptych.history import ClusterEvent, Traffic

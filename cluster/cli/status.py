@@ -9,7 +9,6 @@ import click
 
 from cluster.cli.address import client_options
 from cluster.cli.groups import JSON, GroupedCommand, seconds
-from cluster.cli.loans import has_loans, loans_table
 from cluster.cli.screen import (
     console,
     decision_json,
@@ -24,7 +23,7 @@ from cluster.cli.screen import (
     view_json,
     workers_table,
 )
-from cluster.cli.tiers import has_tiers, tier_problems, tiers_table
+from cluster.cli.tiers import has_loans, has_tiers, loans_table, tier_problems, tiers_table
 from diptych.access import Access
 from diptych.slo import Calibration, Errors, SLOAttainment, SLOCount
 

@@ -1,4 +1,4 @@
-"""Prints the tiers of workers' prefix caches: a table, one line per pool, and what is wrong. Opens no connection."""
+"""Prints tiers of workers' prefix caches and memory that they borrow, as tables and lines. Opens no connection."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from cluster.cli.screen import plain_table, size
-from diptych.view import ClusterView, TierStats, WorkerView
+from diptych.view import BorrowStats, ClusterView, TierStats, WorkerView
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,3 +65,36 @@ def tier_problems(view: ClusterView) -> Iterator[str]:
 
 def _tiers(workers: "tuple[WorkerView, ...] | list[WorkerView]") -> Iterator[tuple[WorkerView, TierStats]]:
     return ((worker, tier) for worker in workers for tier in worker.stats.tiers)
+
+
+def has_loans(view: ClusterView) -> bool:
+    return any(worker.stats.borrowed for worker in view.workers)
+
+
+def loans_table(view: ClusterView) -> "Table":
+    """A row for each borrower and lender. Loans, recalls and refusals are counted since the borrower's start."""
+    from rich.markup import escape
+
+    table = plain_table("borrower", "lender", ">blocks", ">size", ">oldest", ">loans", ">recalls", "refused")
+    for borrower, pair in _pairs(view):
+        amounts = str(pair.blocks), size(pair.num_bytes), f"{pair.oldest_s:.0f} s" if pair.blocks else ""
+        counts = str(pair.loans), str(pair.recalls)
+        table.add_row(escape(borrower), escape(pair.lender), *amounts, *counts, escape(_refusals(pair)))
+    return table
+
+
+def loan_lines(view: ClusterView) -> Iterator[str]:
+    """One line for each pair with blocks on loan."""
+    for borrower, pair in _pairs(view):
+        if pair.blocks:
+            amount = f"{pair.blocks} blocks, {size(pair.num_bytes)}, the oldest for {pair.oldest_s:.0f} s"
+            refused = f"; refused: {refusals}" if (refusals := _refusals(pair)) else ""
+            yield f"{borrower} borrows from {pair.lender}: {amount}; {pair.recalls} recalls{refused}"
+
+
+def _pairs(view: ClusterView) -> Iterator[tuple[str, BorrowStats]]:
+    return ((worker.name, pair) for worker in view.workers for pair in worker.stats.borrowed)
+
+
+def _refusals(pair: BorrowStats) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in pair.refusals)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from msgspec import structs
 
 from cluster.cli.dashboard import screen
-from cluster.cli.loans import has_loans, loan_lines, loans_table
 from cluster.cli.rates import Snapshot, StatusWindow
+from cluster.cli.tiers import has_loans, loan_lines, loans_table
 from diptych.client import ClusterStatus
 from diptych.v1 import admin_pb2
 from diptych.view import BorrowStats, ClusterView

@@ -16,10 +16,9 @@ from grpc_health.v1 import health, health_pb2_grpc
 from cluster.frontend.auth import Guard, Tls
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
-from cluster.frontend.grpc.health import HealthService
 from cluster.frontend.grpc.interceptors import KeyInterceptor, MessageInterceptor, ResponseInterceptor
-from cluster.frontend.grpc.reflection import add_reflection
 from cluster.frontend.grpc.services import AdminService, InferenceService, add_inference_service
+from cluster.frontend.grpc.standard_services import HealthService, add_reflection
 from cluster.frontend.preprocessing import PreprocessingPool
 from cluster.frontend.served_models import ServedModels
 from cluster.frontend.text import Tokenizer

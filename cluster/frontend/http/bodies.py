@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's API. `cluster.frontend.http.unsupported` lists the fields that are not supported.
+"""Request bodies of OpenAI's API. `cluster.frontend.http.fields` lists the fields that are not supported.
 
 Pure. pydantic checks types, and `InvalidRequest` reports everything that types cannot express. `SamplingParams` and the
 gateway check ranges.
@@ -14,14 +14,16 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, FailFast, GetJsonSchemaHandler, model_validator
 
 from cluster.events import Unservable
-from cluster.frontend.http.fields import HARMLESS, complete, complete_object
-from cluster.frontend.http.structured import grammar_from
-from cluster.frontend.http.unsupported import (
+from cluster.frontend.http.fields import (
+    HARMLESS,
     OFF,
     STREAM_FIELDS,
     check_off,
     check_supported,
+    complete,
+    complete_object,
 )
+from cluster.frontend.http.structured import grammar_from
 from cluster.frontend.text import RawPrompt, TextPrompt, TokenPrompt
 from workers.errors import InvalidRequest
 from workers.request import MAX_BIASES, Grammar, SamplingParams

@@ -11,9 +11,8 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from cluster.frontend.http.bodies import NOTHING, FirstError
-from cluster.frontend.http.chat_body import ChatBody
-from cluster.frontend.http.chat_like import ChatLike, part_text
-from cluster.frontend.http.unsupported import refuse_others
+from cluster.frontend.http.chat_body import ChatBody, ChatLike, part_text
+from cluster.frontend.http.fields import refuse_others
 from workers.errors import InvalidRequest
 
 IGNORED = {"cache_control", "citations", "caller"}  # of a block: they do not influence the answer

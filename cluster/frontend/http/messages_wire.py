@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cluster.frontend.http.failures import Failure
-from cluster.frontend.http.formats import Usage
+from cluster.frontend.http.wire import Usage
 from cluster.frontend.text import TextDelta, TextEnd
 from cluster.frontend.tools.answer import AnswerDelta
 from cluster.frontend.tools.formats import AnswerParser

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,17 +16,16 @@ from starlette.responses import Response
 
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.embedding import PromptEmbedding, makes_embeddings
-from cluster.frontend.gateway import Gateway
+from cluster.frontend.gateway import Gateway, GenerateOptions
+from cluster.frontend.grpc.messages import checked_class
 from cluster.frontend.http.bodies import CompletionBody, DetokenizeBody, Generation
-from cluster.frontend.http.chat_body import ChatBody, TokenizeBody
-from cluster.frontend.http.chat_like import Item
+from cluster.frontend.http.chat_body import ChatBody, Item, TokenizeBody
 from cluster.frontend.http.embeddings import EmbeddingsBody, embeddings_json
 from cluster.frontend.http.failures import JSON
-from cluster.frontend.http.formats import ChatFormat, CompletionFormat, Echo
-from cluster.frontend.http.headers import of_prompt, parse_headers
 from cluster.frontend.http.messages_body import CountTokensBody, MessagesBody
 from cluster.frontend.http.messages_wire import MessagesWire
-from cluster.frontend.http.middleware import NAME
+from cluster.frontend.http.middleware import NAME, RequestName
+from cluster.frontend.http.openai_wire import ChatWire, CompletionWire, Echo
 from cluster.frontend.http.preprocess import (
     detokenize,
     items_of,
@@ -35,17 +35,19 @@ from cluster.frontend.http.preprocess import (
     read_tokens,
     tokenize,
 )
-from cluster.frontend.http.reply import MAX_CONCURRENT_PROMPTS, ParsedRequest, Reply
+from cluster.frontend.http.reply import MAX_CONCURRENT_PROMPTS, ParsedRequest, Reply, of_prompt
 from cluster.frontend.http.response_store import History, ResponseStore, size_of
 from cluster.frontend.http.responses_body import ResponsesBody
 from cluster.frontend.http.responses_wire import ResponsesWire
-from cluster.frontend.http.wire import OpenAIWire, Wire
+from cluster.frontend.http.wire import Wire
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import EncodedPrompt, PromptInput, TextPrompt, TokenPrompt, text_from
 from cluster.frontend.tools.answer_plan import AnswerPlan, AnswerPlanner
 from cluster.frontend.tools.formats import CONTENT
 from cluster.observe.trace_context import set_trace_headers
+from workers.errors import InvalidRequest
 from workers.log_fields import log_fields
+from workers.request import SLO
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +75,13 @@ class ModelRoutes:
         self._responses = responses
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        prompts, has_logprobs = _prompts(body, request), body.wanted_logprobs is not None
-        if not body.echo:
-            form = CompletionFormat(self.gateway.tokenizer, has_logprobs)
-            return self._reply(body, prompts, AnswerPlan(), request, self._openai(body, request, form))
-        echoes = [await self._echo(each, body.wanted_tokens or 1) for each in prompts]
-        form = CompletionFormat(self.gateway.tokenizer, has_logprobs, echoes, body.n or 1)
-        prompts = [TokenPrompt(each.tokens) for each in echoes]
-        return self._reply(body, prompts, AnswerPlan(), request, self._openai(body, request, form))
+        prompts, echoes = _prompts(body, request), list[Echo]()
+        if body.echo:
+            echoes = [await self._echo(each, body.wanted_tokens or 1) for each in prompts]
+            prompts = [TokenPrompt(each.tokens) for each in echoes]
+        name, model = request.scope[NAME].unique, self.gateway.name_of(body.model)
+        wire = CompletionWire(name, model, body, self.gateway.tokenizer, echoes)
+        return self._reply(body, prompts, AnswerPlan(), request, wire)
 
     async def _echo(self, prompt: PromptInput, num_output: int) -> Echo:
         tokens = await self.gateway.encode(prompt, num_output)
@@ -90,8 +91,9 @@ class ModelRoutes:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         prompts, plan = await self._planned(body, request)
-        form = ChatFormat(self.gateway.tokenizer, bool(body.logprobs), plan.make_parser)
-        return self._reply(body, prompts, plan, request, self._openai(body, request, form))
+        name, model = request.scope[NAME].unique, self.gateway.name_of(body.model)
+        wire = ChatWire(name, model, body, self.gateway.tokenizer, plan.make_parser)
+        return self._reply(body, prompts, plan, request, wire)
 
     async def messages(self, body: MessagesBody, request: Request) -> Response:
         prompts, plan = await self._planned(body.chat, request)
@@ -147,16 +149,6 @@ class ModelRoutes:
     def _planner(self) -> AnswerPlanner:
         spec = self._context.spec.gateway
         return AnswerPlanner(self.gateway.tokenizer, spec.tool_call_parser, spec.reasoning_parser)
-
-    def _openai(self, body: Generation, request: Request, form: CompletionFormat | ChatFormat) -> OpenAIWire:
-        return OpenAIWire(
-            form,
-            request.scope[NAME].unique,
-            self.gateway.name_of(body.model),
-            stream=bool(body.stream),
-            include_usage=body.include_usage,
-            usage_in_chunks=body.usage_in_chunks,
-        )
 
     def _reply(
         self, body: Generation, prompts: Sequence[PromptInput], plan: AnswerPlan, request: Request, wire: Wire
@@ -254,3 +246,34 @@ def _prompts(body: Generation | EmbeddingsBody, request: Request) -> Sequence[Pr
     """The prompts; those of a large body are already encoded."""
     encoded: Sequence[PromptInput] | None = getattr(request.state, "prompts", None)
     return body.prompts() if encoded is None else encoded
+
+
+def parse_headers(headers: Mapping[str, str], name: RequestName, model: str | None = None) -> GenerateOptions:
+    """`headers` have lower-case names. Raises `InvalidRequest` with the header's name."""
+    class_name = headers.get("x-diptych-slo-class", "") or "default"
+    return GenerateOptions(
+        slo=SLO(
+            _seconds(headers, "x-diptych-ttft-ms"),
+            _seconds(headers, "x-diptych-tpot-ms"),
+            checked_class(class_name, "x-diptych-slo-class"),
+        ),
+        request_id=name.unique,
+        client_id=name.given,
+        deadline_s=_seconds(headers, "x-diptych-timeout-ms"),
+        session=headers.get("x-diptych-session", ""),
+        model=model or "",
+        tenant=headers.get("x-diptych-tenant", ""),
+    )
+
+
+def _seconds(headers: Mapping[str, str], name: str) -> float | None:
+    given = headers.get(name)
+    if given is None:
+        return None
+    try:
+        value_s = float(given) / 1000
+    except ValueError:
+        value_s = math.nan
+    if not 0.0 < value_s < math.inf:
+        raise InvalidRequest(name, f"is {given[:40]!r}; it must be a number of milliseconds above 0")
+    return value_s

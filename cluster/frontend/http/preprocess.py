@@ -17,8 +17,7 @@ from cluster.frontend.http.bodies import (
     Generation,
     MalformedBody,
 )
-from cluster.frontend.http.chat_body import TokenizeBody
-from cluster.frontend.http.chat_like import Item
+from cluster.frontend.http.chat_body import Item, TokenizeBody
 from cluster.frontend.http.embeddings import EmbeddingsBody
 from cluster.frontend.http.messages_body import MessagesBody
 from cluster.frontend.http.response_store import History

@@ -18,10 +18,8 @@ from starlette.types import Receive, Scope, Send
 from cluster.events import Accepted, Completed
 from cluster.frontend.gateway import Gateway, GenerateOptions, servable
 from cluster.frontend.http.failures import JSON, failure_of
-from cluster.frontend.http.formats import Usage
-from cluster.frontend.http.headers import of_prompt
 from cluster.frontend.http.middleware import OUTCOME, WRITER, BodyWriter
-from cluster.frontend.http.wire import Wire
+from cluster.frontend.http.wire import Usage, Wire
 from cluster.frontend.output_collector import SendDelta
 from cluster.frontend.text import GatewayEvent, PromptInput, TextDelta, TextEnd
 from workers.request import FinishReason, SamplingParams
@@ -57,6 +55,13 @@ class ParsedRequest:
         async with aclosing(events):
             async for event in events:
                 yield scores_of(event) if self.scores_only else event
+
+
+def of_prompt(options: GenerateOptions, index: int, num_prompts: int, waited_s: float = 0.0) -> GenerateOptions:
+    """Of prompt number `index`. The deadline counts from the request's arrival, `waited_s` ago."""
+    request_id = f"{options.request_id}.{index}" if num_prompts > 1 else options.request_id
+    left_s = None if options.deadline_s is None else options.deadline_s - waited_s
+    return replace(options, request_id=request_id, deadline_s=left_s)
 
 
 class Reply(Response):

@@ -11,9 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from cluster.frontend.http.bodies import FirstError
-from cluster.frontend.http.chat_body import ChatBody
-from cluster.frontend.http.chat_like import ChatLike, Item, part_text
-from cluster.frontend.http.unsupported import refuse_others
+from cluster.frontend.http.chat_body import ChatBody, ChatLike, Item, part_text
+from cluster.frontend.http.fields import refuse_others
 from cluster.frontend.tools.readers import SURROGATE
 from workers.errors import InvalidRequest
 from workers.request import SamplingParams

@@ -17,8 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.frontend.auth import Guard
 from cluster.frontend.http.app import make_app
-from cluster.frontend.http.body_reader import BodyReader
-from cluster.frontend.http.connection import Connection
+from cluster.frontend.http.connection import BodyReader, Connection
 from cluster.frontend.http.listener import listen
 from cluster.frontend.http.middleware import WRITER, CountResponses, NameRequests, RequireKey
 from cluster.frontend.http.reply import EVENTS

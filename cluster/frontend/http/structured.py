@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from cluster.frontend.http.unsupported import refuse_others
+from cluster.frontend.http.fields import refuse_others
 from cluster.frontend.text import check_depth
 from workers.errors import InvalidRequest
 from workers.request import Grammar

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.frontend.http.unsupported import refuse_others
+from cluster.frontend.http.fields import refuse_others
 from cluster.frontend.text import check_depth
 from cluster.frontend.tools.answer import Schemas
 from cluster.frontend.tools.answer_plan import ToolRequest

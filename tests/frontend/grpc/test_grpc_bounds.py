@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.frontend.grpc import health, interceptors, server
+from cluster.frontend.grpc import interceptors, server, standard_services
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.wire import MAX_REQUEST_BYTES
@@ -109,7 +109,7 @@ async def test_calls_above_the_limit_are_refused(open_client: OpenClient, monkey
 async def test_health_watches_are_limited_and_leave_nothing(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "MAX_WATCHES", 2)
+    monkeypatch.setattr(standard_services, "MAX_WATCHES", 2)
     request = health_pb2.HealthCheckRequest()
     async with grpc.aio.insecure_channel(client.endpoint) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -13,9 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.events import Completed
-from cluster.frontend.grpc.health import HealthService
-from cluster.frontend.grpc.reflection import V1
 from cluster.frontend.grpc.server import GrpcServer
+from cluster.frontend.grpc.standard_services import V1, HealthService
 from cluster.frontend.servers import open_servers
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError

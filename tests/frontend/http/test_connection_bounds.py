@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.frontend.http import body_reader, listener, server
+from cluster.frontend.http import connection, listener, server
 from cluster.frontend.http.server import HttpServer
 from cluster.frontend.servers import Servers
 from tests.frontend.grpc.fake import FakeDispatcher
@@ -128,7 +128,7 @@ async def test_the_header_timeout_cancels_no_running_request(
 
 async def test_a_refused_body_is_read_for_a_bounded_time(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEADERS_S", 0.2)
-    monkeypatch.setattr(body_reader, "MAX_BODY_BYTES", 10)
+    monkeypatch.setattr(connection, "MAX_BODY_BYTES", 10)
     async with raw(str(there.http.base_url).rstrip("/"), head(1 << 30)) as (reader, writer):
         assert b" 413 " in await head_of(reader)
         ended = asyncio.create_task(rest(reader))
@@ -139,7 +139,7 @@ async def test_a_refused_body_is_read_for_a_bounded_time(there: Clients, monkeyp
 
 
 async def test_a_connection_continues_after_a_refused_body(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_reader, "MAX_BODY_BYTES", len(BODY))
+    monkeypatch.setattr(connection, "MAX_BODY_BYTES", len(BODY))
     async with raw(str(there.http.base_url).rstrip("/"), head(100_000)) as (reader, writer):
         assert b" 413 " in await head_of(reader)
         writer.write(b" " * 100_000 + head(len(BODY), "connection: close") + BODY)
@@ -238,8 +238,8 @@ async def test_compressed_bodies_are_refused_by_name(there: Clients, encoding: s
 async def test_incomplete_bodies_have_a_memory_limit(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, bound: str, crowded: dict[str, bool]
 ) -> None:
-    monkeypatch.setattr(body_reader, "FREE_BYTES", len(BODY))
-    monkeypatch.setattr(body_reader, bound, 1000)
+    monkeypatch.setattr(connection, "FREE_BYTES", len(BODY))
+    monkeypatch.setattr(connection, bound, 1000)
     async with opened(dispatcher) as (_, servers):
         url, unread = servers.http_url, http_server_of(servers)._requests._bodies._unread
         async with raw(url, head(9000) + b" " * 900):

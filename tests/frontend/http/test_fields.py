@@ -15,9 +15,9 @@ from cluster.frontend.http.bodies import (
 )
 from cluster.frontend.http.chat_body import ChatBody, TokenizeBody
 from cluster.frontend.http.embeddings import EmbeddingsBody
+from cluster.frontend.http.fields import FIELDS, IGNORED
 from cluster.frontend.http.messages_body import MessagesBody
 from cluster.frontend.http.responses_body import ResponsesBody
-from cluster.frontend.http.unsupported import FIELDS, IGNORED
 from tests.frontend.http.opened import Clients
 from workers.errors import InvalidRequest
 

@@ -10,7 +10,7 @@ import pytest_asyncio
 from openai import APIError, RateLimitError
 
 from cluster.events import AttemptsExhausted, DeadlineExceeded, NotComputable, Rejected, Unservable
-from cluster.frontend.http import body_reader, server
+from cluster.frontend.http import connection, server
 from diptych.view import WorkerState
 from tests.frontend.grpc.fake import FakeDispatcher, view
 from tests.frontend.http.opened import Clients, opened
@@ -399,7 +399,7 @@ async def test_a_request_cancelled_before_its_response_gets_an_error_status(
 
 
 async def test_a_body_above_the_limit_is_refused(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_reader, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(connection, "MAX_BODY_BYTES", 1000)
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(50):
@@ -417,7 +417,7 @@ async def test_a_client_that_closes_after_its_request_gets_the_error_of_a_body_t
     """Closing over unread bytes would reset the connection."""
     url = there.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
-    size = body_reader.MAX_BODY_BYTES + 1
+    size = connection.MAX_BODY_BYTES + 1
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\nconnection: close\r\n")
     writer.write(b"content-length: %d\r\n\r\n" % size + b" " * size)
     await writer.drain()
@@ -430,7 +430,7 @@ async def test_a_client_that_closes_after_its_request_gets_the_error_of_a_body_t
 async def test_a_body_that_cannot_fit_into_the_context_is_refused_unread(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_reader, "FIELDS_BYTES", 200)
+    monkeypatch.setattr(connection, "FIELDS_BYTES", 200)
     monkeypatch.setattr(ByteTokenizer, "longest_text_bytes", 100)
     fits, cannot = ({"messages": [{"role": "user", "content": "\0" * size}], "max_tokens": 4} for size in (100, 200))
     async with opened(dispatcher) as (there, _):
@@ -443,7 +443,7 @@ async def test_a_body_that_cannot_fit_into_the_context_is_refused_unread(
 
 
 async def test_a_body_that_never_arrives_times_out(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_reader, "BODY_S", 0.05)
+    monkeypatch.setattr(connection, "BODY_S", 0.05)
     url = there.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 10\r\n\r\n{")

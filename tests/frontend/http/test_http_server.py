@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from cluster.cli import main
 from cluster.frontend import http
-from cluster.frontend.http.unsupported import FIELDS, IGNORED
+from cluster.frontend.http.fields import FIELDS, IGNORED
 from cluster.frontend.servers import Servers, open_servers
 from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec import GatewaySpec, SpecError

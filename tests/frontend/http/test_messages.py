@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
-from cluster.frontend.http.formats import Usage
 from cluster.frontend.http.messages_wire import MessagesWire
+from cluster.frontend.http.wire import Usage
 from cluster.frontend.text import TextDelta, TextEnd
 from cluster.frontend.tools.formats import AnswerParser, answer_format
 from tests.frontend.grpc.fake import FakeDispatcher, renewed

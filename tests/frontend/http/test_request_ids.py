@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.frontend.http import body_reader
+from cluster.frontend.http import connection
 from cluster.frontend.servers import Servers
 from diptych.access import Access
 from tests.frontend.grpc.fake import FakeDispatcher
@@ -70,13 +70,13 @@ async def test_an_unexpected_error_has_the_request_id(there: Clients, dispatcher
 async def test_the_error_of_a_body_that_is_too_large_has_the_request_id(
     there: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_reader, "MAX_BODY_BYTES", 10)
+    monkeypatch.setattr(connection, "MAX_BODY_BYTES", 10)
     answer = await there.http.post("/v1/completions", json=ASK, headers=NAMED)
     assert (answer.status_code, answer.headers["x-request-id"]) == (413, "mine")
 
 
 async def test_the_error_of_a_missing_body_has_the_request_id(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_reader, "BODY_S", 0.05)
+    monkeypatch.setattr(connection, "BODY_S", 0.05)
     url = there.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(b"POST /tokenize HTTP/1.1\r\nhost: here\r\nx-request-id: mine\r\ncontent-length: 10\r\n\r\n{")

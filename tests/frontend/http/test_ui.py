@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from cluster.frontend.http.ui.routes import FILES
-from cluster.frontend.http.ui.status import MAX_STREAMS, MAX_WORKERS
+from cluster.frontend.http.ui.routes import FILES, MAX_STREAMS, MAX_WORKERS
 from cluster.observe.ledger import LatencyLedger
 from cluster.spec import Role
 from diptych.history import ClusterEvent, Recent, RequestTrace, Traffic

@@ -1,18 +1,23 @@
-"""Choices in OpenAI's format, whole or as chunks of a stream. A choice is one answer to one prompt.
-
-Pure, except for the tokenizer. Knows no connection. Owned by one reply, because formats remember what was sent.
+"""Replies of OpenAI's completions and chat: a list of choices, whole or as chunks of a stream. Pure, except for the
+tokenizer. A choice is one answer to one prompt.
 """
 
 import codecs
 import secrets
 import string
+import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from cluster.events import Completed
-from cluster.frontend.text import TextDelta, Tokenizer, text_from
+import msgspec
+
+from cluster.frontend.http.bodies import Generation
+from cluster.frontend.http.failures import Failure
+from cluster.frontend.http.wire import Usage
+from cluster.frontend.text import TextDelta, TextEnd, Tokenizer, text_from
 from cluster.frontend.tools.answer import AnswerDelta
 from cluster.frontend.tools.formats import AnswerParser
 from workers.request import FinishReason, TokenLogprobs
@@ -34,39 +39,106 @@ class Echo:
     tokens: tuple[int, ...]
 
 
-class CompletionFormat:
-    """Choices are whole, parts with new text or tokens, and the last part of an answer.
+class OpenAIWire(ABC):
+    """A `Wire`, which remembers what was sent. `name`: of the request."""
 
-    `echoes`: the prompts, if the answers repeat them. Each prompt has `n` answers.
-    """
+    prefix: ClassVar[str]  # of ids
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
-    prefix = "cmpl"  # of ids
+    def __init__(self, name: str, model: str, body: Generation, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._has_logprobs = body.wanted_logprobs is not None
+        self._include_usage = body.include_usage
+        self._usage_in_chunks = body.usage_in_chunks
+        self._fields = {
+            "id": f"{self.prefix}-{name}",
+            "object": self.chunk_kind if body.stream else self.whole_kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._head = b"data: " + msgspec.json.encode(self._fields)[:-1] + b',"choices":['
+
+    @abstractmethod
+    def _whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
+        """A whole answer."""
+
+    @abstractmethod
+    def _part(self, index: int, delta: TextDelta) -> Choice | None:
+        """New text or tokens; None: there is nothing to tell yet."""
+
+    @abstractmethod
+    def _end(self, index: int, finish: FinishReason) -> Choice:
+        """The last part of an answer."""
+
+    def answer(self, index: int, text: TextDelta, end: TextEnd) -> bytes:
+        return msgspec.json.encode(self._whole(index, text, end.finish))
+
+    def document(self, answers: Sequence[bytes], usage: Usage) -> bytes:
+        choices = [msgspec.Raw(each) for each in answers]
+        return msgspec.json.encode(self._fields | {"choices": choices, "usage": usage.json})
+
+    def begin(self, usage: Usage) -> bytes:
+        return b""
+
+    def part(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
+        """Tokens that end inside a character or a possible stop string have no text."""
+        if not (delta.text or delta.logprobs or delta.prompt_logprobs or self._usage_in_chunks):
+            return b""
+        choice = self._part(index, delta)
+        if choice is None and self._usage_in_chunks:
+            choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
+        return b"" if choice is None else self._chunk(choice, usage)
+
+    def end(self, index: int, end: TextEnd, usage: Usage) -> bytes:
+        return self._chunk(self._end(index, end.finish), usage)
+
+    def last(self, usage: Usage) -> bytes:
+        whole = self._head + b'],"usage":' + msgspec.json.encode(usage.json) + b"}\n\n" if self._include_usage else b""
+        return whole + b"data: [DONE]\n\n"
+
+    def failed(self, failure: Failure) -> bytes:
+        return b"event: error\ndata: " + failure.body + b"\n\n"
+
+    def _chunk(self, choice: Choice, usage: Usage) -> bytes:
+        head = self._head + msgspec.json.encode(choice)
+        if not self._include_usage:
+            return head + b"]}\n\n"
+        counted: dict[str, Any] | None = usage.json if self._usage_in_chunks else None
+        return head + b'],"usage":' + msgspec.json.encode(counted) + b"}\n\n"
+
+
+class CompletionWire(OpenAIWire):
+    """`echoes`: the prompts, if the answers repeat them. Each prompt has as many answers as the body asks for."""
+
+    prefix = "cmpl"
     whole_kind = chunk_kind = "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, logprobs: bool, echoes: Sequence[Echo] = (), n: int = 1) -> None:
-        self._tokenizer = tokenizer
-        self._logprobs = logprobs
+    def __init__(
+        self, name: str, model: str, body: Generation, tokenizer: Tokenizer, echoes: Sequence[Echo] = ()
+    ) -> None:
+        super().__init__(name, model, body, tokenizer)
         self._offsets: defaultdict[int, int] = defaultdict(int)
         self._characters: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(
             lambda: codecs.getincrementaldecoder("utf-8")("replace")
         )
         self._echoes = echoes
-        self._n = n
+        self._n = body.n or 1
         self._echoed: set[int] = set()
         self._scores: dict[int, tuple[TokenLogprobs, ...]] = {}  # by prompt; its first answer brings them
 
-    def whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
-        return self.part(index, answer) | {"finish_reason": FINISH[finish]}
+    def _whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
+        return self._part(index, answer) | {"finish_reason": FINISH[finish]}
 
-    def part(self, index: int, delta: TextDelta) -> Choice:
+    def _part(self, index: int, delta: TextDelta) -> Choice:
         echo, scores = self._echo(index, delta)
         logprobs = None
-        if self._logprobs:
+        if self._has_logprobs:
             tokens, scored = (*echo.tokens, *delta.tokens), (*scores, *delta.logprobs)
             logprobs = self._logprobs_json(index, tokens, scored)
         return {"index": index, "text": echo.text + delta.text, "logprobs": logprobs, "finish_reason": None}
 
-    def end(self, index: int, finish: FinishReason) -> Choice:
+    def _end(self, index: int, finish: FinishReason) -> Choice:
         echo, _ = self._echo(index, TextDelta("", (), 0))
         return {"index": index, "text": echo.text, "logprobs": None, "finish_reason": FINISH[finish]}
 
@@ -102,24 +174,27 @@ class CompletionFormat:
 NOTHING = Echo("", ())
 
 
-class ChatFormat:
-    """As `CompletionFormat`. A part is None while there is nothing to tell."""
+class ChatWire(OpenAIWire):
+    """`make_parser`: for one answer; None: all its text is content."""
 
     prefix = "chatcmpl"
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self, tokenizer: Tokenizer, logprobs: bool, make_parser: Callable[[], AnswerParser] | None = None
+        self,
+        name: str,
+        model: str,
+        body: Generation,
+        tokenizer: Tokenizer,
+        make_parser: Callable[[], AnswerParser] | None,
     ) -> None:
-        """`make_parser`: for one answer; None: all its text is content."""
-        self._tokenizer = tokenizer
-        self._logprobs = logprobs
+        super().__init__(name, model, body, tokenizer)
         self._make_parser = make_parser
         self._parsers: dict[int, AnswerParser] = {}  # of answers that stream
         self._begun: set[int] = set()
 
-    def whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
+    def _whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []}
         reason = FINISH[finish]
         if self._make_parser is not None:
@@ -132,14 +207,14 @@ class ChatFormat:
             reason = _reason(parser, finish)
         return {"index": index, "message": message, "logprobs": self._logprobs_json(answer), "finish_reason": reason}
 
-    def part(self, index: int, delta: TextDelta) -> Choice | None:
+    def _part(self, index: int, delta: TextDelta) -> Choice | None:
         new = self._parsed(index, delta)
         logprobs = self._logprobs_json(delta)
         if new is None and not logprobs:
             return None
         return {"index": index, "delta": self._role(index) | (new or {}), "logprobs": logprobs, "finish_reason": None}
 
-    def end(self, index: int, finish: FinishReason) -> Choice:
+    def _end(self, index: int, finish: FinishReason) -> Choice:
         reason, new = FINISH[finish], {}
         if self._make_parser is not None:
             parser = self._parser(index)
@@ -166,7 +241,7 @@ class ChatFormat:
         return {"role": "assistant", "content": ""}
 
     def _logprobs_json(self, delta: TextDelta) -> dict[str, Any] | None:
-        if not self._logprobs:
+        if not self._has_logprobs:
             return None
         return {
             "content": [
@@ -204,29 +279,6 @@ def _without_index(call: dict[str, Any]) -> dict[str, Any]:
 
 def _reason(parser: AnswerParser, finish: FinishReason) -> str:
     return "tool_calls" if parser.num_calls and finish is not FinishReason.LENGTH else FINISH[finish]
-
-
-@dataclass(slots=True)
-class Usage:
-    """Token counts of a request, summed over its prompts."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-    def add(self, end: Completed) -> None:
-        self.prompt_tokens += end.prompt_tokens
-        self.completion_tokens += end.completion_tokens
-        self.cached_tokens += end.cached_tokens
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
 
 
 def _finite(logprob: float) -> float:

@@ -1,14 +1,17 @@
-"""The standard health service (grpc.health.v1), based on the cluster's view.
+"""gRPC's standard services: health (grpc.health.v1), based on the cluster's view, and reflection.
 
 The server as a whole and the inference service are SERVING while a worker is ready, the admin service while the server
 is open.
 """
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from cluster.frontend.context import ClusterQueries
 from cluster.frontend.gateway import servable
@@ -16,6 +19,8 @@ from cluster.frontend.gateway import servable
 Context = grpc.aio.ServicerContext[Any, Any]
 Response = health_pb2.HealthCheckResponse
 MAX_WATCHES = 1024  # they have no deadline, and need no key
+V1 = "grpc.reflection.v1.ServerReflection"
+V1_FILE = "grpc/reflection/v1/reflection.proto"
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -72,3 +77,32 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         if serving and not self._closing.is_set():
             return int(Response.SERVING)
         return int(Response.NOT_SERVING)
+
+
+def add_reflection(names: Iterable[str], server: grpc.aio.Server) -> None:
+    """Serve the descriptors of these services, and of reflection itself, under the names v1 and v1alpha.
+
+    Both have the same wire format; new clients use v1, and the library has only v1alpha.
+    """
+    _register_v1()
+    names = (*names, V1, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    method = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1, {"ServerReflectionInfo": method}),))
+
+
+def _register_v1() -> None:
+    """Add v1's descriptor to the default pool, unless another library has done so."""
+    pool = descriptor_pool.Default()
+    try:
+        pool.FindFileByName(V1_FILE)
+    except KeyError:
+        alpha = descriptor_pb2.FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
+        alpha.ClearField("options")  # language packages, and the mark as deprecated
+        text = text_format.MessageToString(alpha).replace("v1alpha", "v1")
+        pool.AddSerializedFile(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()).SerializeToString())
