@@ -43,7 +43,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(server: RedisServer, fingerprint: bytes = OURS, password: str | None = None) -> RemoteStore:
     store = open_remote_store(server.url, password, None, fingerprint, BLOCK_BYTES)
-    store.start()
+    store.watch(lambda *_: None, lambda _: None)
     return store
 
 
@@ -264,7 +264,7 @@ async def test_a_server_that_speaks_another_language_is_a_problem_and_no_error()
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
         url = f"redis://127.0.0.1:{other.sockets[0].getsockname()[1]}/0"
         store = await asyncio.to_thread(open_remote_store, url, None, None, OURS, BLOCK_BYTES)
-        store.start()
+        store.watch(lambda *_: None, lambda _: None)
         assert store.stats().stopped_reads and not await store.write(HASHES[0], BLOCKS[0])
         await store.close()
 
@@ -299,7 +299,7 @@ async def test_an_endless_value_fails_once_it_is_longer_than_a_block() -> None:
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as endless:
         url = f"redis://127.0.0.1:{endless.sockets[0].getsockname()[1]}/0"
         store = await asyncio.to_thread(open_remote_store, url, None, None, OURS, BLOCK_BYTES)
-        store.start()
+        store.watch(lambda *_: None, lambda _: None)
         assert "a reply of more than" in store.stats().stopped_reads
         await store.close()
 

@@ -13,10 +13,10 @@ from tests.model.tiny import write_tiny_llama
 from workers.config import ByteSize, CacheConfig, ParallelConfig, RemoteCacheConfig
 from workers.engine.kv_event_log import Tier
 from workers.errors import RankLost
-from workers.executor.disk_cache import DiskCache
 from workers.executor.gang import open_gang
 from workers.executor.gang_store import GangStore
 from workers.executor.rank_server import RankTasks
+from workers.executor.rank_store import DiskCache
 from workers.executor.remote_rank import RemoteRank
 from workers.kv_store.slab import SLAB_FILES
 from workers.kv_store.verify import verify_slab

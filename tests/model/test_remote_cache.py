@@ -18,7 +18,7 @@ from workers.config import ByteSize, CacheConfig, RemoteCacheConfig, WorkerConfi
 from workers.engine.kv_event_log import Tier
 from workers.errors import KVStoreError
 from workers.executor.opening import open_solo
-from workers.executor.remote_cache import RemoteCache
+from workers.executor.rank_store import RemoteCache
 from workers.kv_store import remote_store
 from workers.model.folder import ModelFolder
 from workers.worker import Worker

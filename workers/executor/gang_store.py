@@ -23,7 +23,7 @@ class GangStore:
     `block_bytes`: of a block on all ranks. Statistics are the leader's, as bytes of all ranks.
     """
 
-    def __init__(self, own: RankStore[Any], others: Sequence[RemoteRank], block_bytes: int) -> None:
+    def __init__(self, own: RankStore, others: Sequence[RemoteRank], block_bytes: int) -> None:
         self.tier, self.shared_as = own.tier, own.shared_as
         self._own, self._others, self._block_bytes = own, others, block_bytes
         self._share = own.stats().block_bytes / block_bytes

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import psutil
 import torch
@@ -25,7 +24,6 @@ from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import RankLost
 from workers.executor.adapters import RankAdapters
 from workers.executor.cuda_graphs import DecodeGraphs, cuda_capture, cuda_memory_use, graph_bytes, has_graphs
-from workers.executor.disk_cache import open_disk_cache
 from workers.executor.grammar_masks import GrammarMasks
 from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
 from workers.executor.kv_sizing import (
@@ -40,8 +38,7 @@ from workers.executor.kv_sizing import (
 )
 from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.rank_spec import Rendezvous, sampling_rank
-from workers.executor.rank_store import RankStore
-from workers.executor.remote_cache import open_remote_cache
+from workers.executor.rank_store import RankStore, open_disk_cache, open_remote_cache
 from workers.executor.threads import ComputeThread, usable_cores
 from workers.executor.warm_up import deepest_step, warm_up
 from workers.model.config import ModelConfig, read_model_config
@@ -60,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 MEET_TIMEOUT_S = 60.0  # for all ranks of a gang to meet
 LOAD_TIMEOUT_S = 600.0  # for all ranks to load their parts
-OPEN_STORES: tuple[Callable[[WorkerConfig, KVPool], RankStore[Any] | None], ...] = (open_disk_cache, open_remote_cache)
+OPEN_STORES: tuple[Callable[[WorkerConfig, KVPool], RankStore | None], ...] = (open_disk_cache, open_remote_cache)
 COLLECTIVE_TIMEOUT_S = 100.0  # for the other ranks to reach the same point of a step; below `STEP_TIMEOUT_S`
 
 
@@ -84,7 +81,7 @@ async def open_rank(
     name = config.name if rendezvous is None else f"{config.name}/rank-{rank}"
     thread = ComputeThread(name, config.engine.threads or config.cpus, config.engine.cores)
     groups: ModelPart | None = None
-    stores: list[RankStore[Any]] = []
+    stores: list[RankStore] = []
     samples = rank == sampling_rank(config.parallel)
     try:
         grammars = asyncio.ensure_future(asyncio.to_thread(_grammar_compiler, folder)) if samples else None

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +86,7 @@ class Rank:
         pool: KVPool,
         transports: TransportSet,
         thread: ComputeThread,
-        stores: Iterable[RankStore[Any]] = (),
+        stores: Iterable[RankStore] = (),
         masks: GrammarMasks | None = None,
     ) -> None:
         """`masks` None: this rank does not sample, or grammars are not installed."""
@@ -166,7 +165,7 @@ class Rank:
             return time.monotonic_ns()
         return self._part.model.ticks
 
-    def stores(self, changed: Callable[[], None]) -> tuple[RankStore[Any], ...]:
+    def stores(self, changed: Callable[[], None]) -> tuple[RankStore, ...]:
         for cache in self.caches.values():
             cache.changed = changed
         return tuple(self.caches.values())

@@ -122,12 +122,14 @@ class KVStore:
             stopped_peers="; ".join(self._peers.stopped),
         )
 
-    def watch(self, added: Callable[[bytes, int], object], gone: Callable[[bytes], object]) -> None:
+    def watch(self, added: Callable[[bytes, int], object], gone: Callable[[bytes], object]) -> dict[bytes, int]:
         """`added` gets the prefix of each block that a peer stores from now on, if it has one. `gone` gets each
-        block hash that can no longer be read, before its slot is written again; perhaps twice.
+        block hash that can no longer be read, before its slot is written again; perhaps twice. Returns
+        `found_prefixes`.
         """
         self._gone = gone
         self._peers.watch(lambda found, prefix: self._reads.stopped or added(found, prefix), self._gone_at_peers)
+        return self.found_prefixes
 
     def match(self, hashes: Sequence[bytes]) -> int:
         """How many of the first blocks can be read; they count as used."""

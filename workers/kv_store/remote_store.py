@@ -86,11 +86,15 @@ class RemoteStore:
         self._read = self._written = self._corrupt = self._dropped = 0
         self._closed = False
 
-    def start(self) -> None:
-        """On the event loop: try again later what did not answer at the start."""
+    def watch(self, added: Callable[[bytes, int], object], gone: Callable[[bytes], object]) -> dict[bytes, int]:
+        """On the event loop: tell `added` and `gone`, and try again later what did not answer at the start. Returns
+        what is known: nothing.
+        """
+        self.added, self.known.gone = added, gone
         if self._problem:
             self._reads.stop(self._problem)
             self._writes.stop(self._problem)
+        return {}
 
     def stats(self) -> KVStoreStats:
         return KVStoreStats(
