@@ -47,7 +47,7 @@ from workers.model.folder import ModelFolder, tokenizer_id
 from workers.model.grammar import GrammarCompiler, grammar_compiler, has_grammars
 from workers.model.kv_layers import kv_layout, kv_range, min_block_size
 from workers.model.load import load_decoder
-from workers.model.shard import ModelShard, shard_of
+from workers.model.shard import shard_of
 from workers.ops.attention import best_attention
 from workers.ops.collective import StageLink, TensorGroup, open_groups
 from workers.ops.narrow import multiplies_bfloat16, torch_dtype
@@ -85,7 +85,7 @@ async def open_rank(
     samples = rank == sampling_rank(config.parallel)
     try:
         grammars = asyncio.ensure_future(asyncio.to_thread(_grammar_compiler, folder)) if samples else None
-        facts, part, pool = await thread.run(lambda: _load(config, folder, device, rendezvous))
+        facts, part, pool = await thread.run(lambda: _Loader(config, folder, device, rendezvous).load())
         groups = part
         compiler = None if grammars is None else await grammars
         for open_store in OPEN_STORES:
@@ -139,154 +139,141 @@ def _grammar_compiler(folder: ModelFolder) -> GrammarCompiler | None:
         return None
 
 
-def _load(
-    config: WorkerConfig, folder: ModelFolder, device: torch.device, rendezvous: Rendezvous | None
-) -> tuple[ModelFacts, ModelPart, KVPool]:
-    """`engine.dtype` is the KV's dtype; weights have it too on a GPU, and `engine.weights` on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread: Triton's kernels run on the current device
-    shape = read_model_config(folder.path)
-    dtype = kv_dtype(config.engine.dtype, device, shape.dtype)
-    config = replace(config, engine=replace(config.engine, dtype=dtype))
-    shard = shard_of(shape, config.parallel, rendezvous.rank if rendezvous else 0)
-    store = _join_store(rendezvous)
-    group, link = _meet(config, device, rendezvous, store)
-    try:
-        return _load_shard(config, folder, shape, device, shard, group, link, store)
-    except BaseException as error:
-        for each in (group, link):
-            if each is not None:
-                each.close()
-        store = None
-        traceback.clear_frames(error.__traceback__)  # a kept log record would keep the store open
-        raise
+class _Loader:
+    """Loads one rank's part of a model and allocates its KV, on the compute thread.
 
+    `engine.dtype` is the KV's dtype; weights have it too on a GPU, and `engine.weights` on a CPU.
+    """
 
-def _join_store(rendezvous: Rendezvous | None) -> TCPStore | None:
-    """The store where the ranks of a gang find each other; None for a worker of one rank."""
-    if rendezvous is None:
-        return None
-    return TCPStore(
-        rendezvous.store_host, rendezvous.store_port, is_master=False, timeout=timedelta(seconds=MEET_TIMEOUT_S)
-    )
+    def __init__(
+        self, config: WorkerConfig, folder: ModelFolder, device: torch.device, rendezvous: Rendezvous | None
+    ) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread: Triton's kernels run on the current device
+        self._folder = folder
+        self._device = device
+        self._is_host = device.type == "cpu"
+        self._shape = read_model_config(folder.path)
+        self._engine = replace(config.engine, dtype=kv_dtype(config.engine.dtype, device, self._shape.dtype))
+        self._config = replace(config, engine=self._engine)
+        self._rank = rendezvous.rank if rendezvous else 0
+        self._shard = shard_of(self._shape, config.parallel, self._rank)
+        self._store: TCPStore | None = None  # where the ranks of a gang find each other
+        if rendezvous is not None:
+            timeout = timedelta(seconds=MEET_TIMEOUT_S)
+            self._store = TCPStore(rendezvous.store_host, rendezvous.store_port, is_master=False, timeout=timeout)
 
+    def load(self) -> tuple[ModelFacts, ModelPart, KVPool]:
+        group, link = None, None
+        if self._store is not None:
+            host, parallel = self._config.transfer.host, self._config.parallel
+            group, link = open_groups(self._store, parallel, self._rank, self._device, host, COLLECTIVE_TIMEOUT_S)
+        try:
+            return self._load(group, link)
+        except BaseException as error:
+            for each in (group, link):
+                if each is not None:
+                    each.close()
+            self._store = None
+            traceback.clear_frames(error.__traceback__)  # a kept log record would keep the store open
+            raise
 
-def _meet(
-    config: WorkerConfig, device: torch.device, rendezvous: Rendezvous | None, store: TCPStore | None
-) -> tuple[TensorGroup | None, StageLink | None]:
-    """Connect to the other ranks of this stage, and to the neighboring stages."""
-    if rendezvous is None or store is None:
-        return None, None
-    host = config.transfer.host
-    return open_groups(store, config.parallel, rendezvous.rank, device, host, COLLECTIVE_TIMEOUT_S)
-
-
-def _load_shard(
-    config: WorkerConfig,
-    folder: ModelFolder,
-    shape: ModelConfig,
-    device: torch.device,
-    shard: ModelShard,
-    group: TensorGroup | None,
-    link: StageLink | None,
-    store: TCPStore | None,
-) -> tuple[ModelFacts, ModelPart, KVPool]:
-    engine = config.engine
-    if engine.weights == "bfloat16" and not multiplies_bfloat16():
-        logger.warning(
-            "%s: engine.weights is bfloat16, but this CPU has no instructions for it (AVX512_BF16 or AMX); weights are "
-            "widened to float32 as they are read, which is no faster once many tokens share a step",
-            config.name,
+    def _load(self, group: TensorGroup | None, link: StageLink | None) -> tuple[ModelFacts, ModelPart, KVPool]:
+        config, engine, shape, device = self._config, self._engine, self._shape, self._device
+        if engine.weights == "bfloat16" and not multiplies_bfloat16():
+            logger.warning(
+                "%s: engine.weights is bfloat16, but this CPU has no instructions for it (AVX512_BF16 or AMX); weights "
+                "are widened to float32 as they are read, which is no faster once many tokens share a step",
+                config.name,
+            )
+        dtype = torch_dtype(engine.dtype)
+        heads = shape.num_heads // shape.num_kv_heads, shape.head_dim
+        model = load_decoder(
+            self._folder,
+            device,
+            dtype,
+            attention=best_attention(device, dtype, engine.deterministic, 1 if shape.latent else 2, heads),
+            weight_format=engine.weights,
+            deterministic=engine.deterministic,
+            shard=self._shard,
+            group=group,
         )
-    dtype = torch_dtype(engine.dtype)
-    heads = shape.num_heads // shape.num_kv_heads, shape.head_dim
-    model = load_decoder(
-        folder,
-        device,
-        dtype,
-        attention=best_attention(device, dtype, engine.deterministic, 1 if shape.latent else 2, heads),
-        weight_format=engine.weights,
-        deterministic=engine.deterministic,
-        shard=shard,
-        group=group,
-    )
-    facts = model_facts(folder, shape, engine)
-    facts = replace(facts, host_cache_blocks=host_cache_blocks(config.cache, facts.layout.block_bytes))
-    if engine.block_size < (least := min_block_size(shape, engine.dtype)):
-        logger.warning(
-            "%s: engine.block_size %d: a block takes %.1f MiB, most of it state of linear attention; with %d or more a "
-            "layer's state takes no more than KV would",
-            config.name, engine.block_size, facts.layout.block_bytes / 2**20, least,
-        )  # fmt: skip
-    layout = replace(facts.layout, layers=kv_range(shape, facts.layout, shard.layers), heads=shard.kv_heads)
-    adapters = RankAdapters(folder, shard, device, model.dtype, deterministic=engine.deterministic)
-    if device.type == "cuda":
-        adapters.compile()
-    part = ModelPart(model, group, link, shard=shard, adapters=adapters)
-    is_captured = device.type == "cuda" and engine.cuda_graphs and store is None and has_graphs(model)
-    if not engine.kv_blocks:
-        host_bytes = facts.host_cache_blocks * layout.block_bytes + config.staging_bytes
-        chosen = _chosen_blocks(
-            config, facts.context_length, part, layout, device, store, host_bytes, is_captured=is_captured
-        )
-        facts = replace(facts, kv_blocks=chosen)
-    kv_blocks = engine.kv_blocks or facts.kv_blocks
-    if has_default_host_cache(config, device):
-        free_bytes, _ = memory_of(torch.device("cpu"))
-        proposed = default_host_cache_blocks(free_bytes, layout.block_bytes, kv_blocks)
-        agreed = _fewest(store, config.parallel.world_size, "blocks of host memory", proposed)
-        facts = replace(facts, host_cache_blocks=agreed)
-    spare = spare_share(engine.gpu_memory_utilization, is_host=device.type == "cpu")
-    pool = allocate_pool(
-        layout, kv_blocks + is_captured, device, facts.host_cache_blocks, config.staging_bytes, spare=spare
-    )
-    if is_captured:
-        longest = longest_context(engine, facts.context_length)
-        part = replace(part, graphs=_graphs(part, pool, engine, min(longest, kv_blocks * engine.block_size)))
-    return facts, part, pool
+        facts = model_facts(self._folder, shape, engine)
+        facts = replace(facts, host_cache_blocks=host_cache_blocks(config.cache, facts.layout.block_bytes))
+        if engine.block_size < (least := min_block_size(shape, engine.dtype)):
+            logger.warning(
+                "%s: engine.block_size %d: a block takes %.1f MiB, most of it state of linear attention; with %d or "
+                "more a layer's state takes no more than KV would",
+                config.name, engine.block_size, facts.layout.block_bytes / 2**20, least,
+            )  # fmt: skip
+        layers = kv_range(shape, facts.layout, self._shard.layers)
+        layout = replace(facts.layout, layers=layers, heads=self._shard.kv_heads)
+        adapters = RankAdapters(self._folder, self._shard, device, model.dtype, deterministic=engine.deterministic)
+        if device.type == "cuda":
+            adapters.compile()
+        part = ModelPart(model, group, link, shard=self._shard, adapters=adapters)
+        is_captured = device.type == "cuda" and engine.cuda_graphs and self._store is None and has_graphs(model)
+        if not engine.kv_blocks:
+            facts = replace(facts, kv_blocks=self._chosen_blocks(facts, part, layout, is_captured=is_captured))
+        kv_blocks = engine.kv_blocks or facts.kv_blocks
+        if has_default_host_cache(config, device):
+            free_bytes, _ = memory_of(torch.device("cpu"))
+            proposed = default_host_cache_blocks(free_bytes, layout.block_bytes, kv_blocks)
+            facts = replace(facts, host_cache_blocks=self._fewest("blocks of host memory", proposed))
+        spare = spare_share(engine.gpu_memory_utilization, is_host=self._is_host)
+        num_blocks = kv_blocks + is_captured
+        pool = allocate_pool(layout, num_blocks, device, facts.host_cache_blocks, config.staging_bytes, spare=spare)
+        if is_captured:
+            longest = longest_context(engine, facts.context_length)
+            part = replace(part, graphs=_graphs(part, pool, engine, min(longest, kv_blocks * engine.block_size)))
+        return facts, part, pool
+
+    def _chosen_blocks(self, facts: ModelFacts, part: ModelPart, layout: KVLayout, *, is_captured: bool) -> int:
+        """Blocks of a pool without `kv_blocks`: what fits on the rank with the least room. Raises `ModelError`.
+
+        `is_captured`: the rank's decodes replay CUDA graphs.
+        """
+        config, engine, device, context_length = self._config, self._engine, self._device, facts.context_length
+        other_bytes = config.staging_bytes
+        if self._is_host:
+            free_bytes, total_bytes = memory_of(device)
+            memory = DeviceMemory(total_bytes, free_bytes, psutil.Process().memory_info().rss)
+            other_bytes += facts.host_cache_blocks * layout.block_bytes
+        else:
+            step_bytes, of_graphs = _measured(part, layout, device, engine, context_length, is_captured=is_captured)
+            free_bytes, total_bytes = memory_of(device)
+            memory = DeviceMemory(total_bytes, free_bytes, torch.cuda.memory_allocated(device), step_bytes, of_graphs)
+            sizes = [each / GIB for each in (total_bytes, free_bytes, memory.weight_bytes, step_bytes, of_graphs)]
+            text = "%s: %.2f GiB, %.2f of them free; weights take %.2f, a step %.2f, CUDA graphs %.2f"
+            logger.info(text, config.name, *sizes)
+        kv_bytes = memory.kv_bytes(engine.gpu_memory_utilization, config.memory_part, is_host=self._is_host)
+        blocks = max(0, (kv_bytes - other_bytes) // layout.block_bytes - RESERVED_BLOCKS)
+        if self._is_host:
+            blocks = min(blocks, blocks_in_use(engine, context_length))
+        blocks = self._fewest("KV blocks", blocks)
+        check_blocks(blocks, engine, context_length, layout.block_bytes, str(device))
+        tokens, gib = blocks * layout.block_size, blocks * layout.block_bytes / GIB
+        logger.info("%s: %d KV blocks (%d tokens, %.2f GiB on %s)", config.name, blocks, tokens, gib, device)
+        return blocks + RESERVED_BLOCKS
+
+    def _fewest(self, what: str, blocks: int) -> int:
+        """The smallest number of blocks that a rank of the gang proposes. Raises `RankLost`."""
+        if (store := self._store) is None:
+            return blocks
+        try:
+            store.set_timeout(timedelta(seconds=LOAD_TIMEOUT_S))
+            place = store.add(f"{what}/proposed", 1) - 1
+            store.set(f"{what}/{place}", str(blocks))
+            return min(int(store.get(f"{what}/{each}")) for each in range(self._config.parallel.world_size))
+        except RuntimeError as error:
+            raise RankLost(
+                f"not all ranks reported how many {what} they can hold: {str(error).splitlines()[0]}"
+            ) from error
 
 
 def has_default_host_cache(config: WorkerConfig, device: torch.device) -> bool:
     """Whether the worker itself chooses how much host memory caches what the device evicts."""
     return device.type == "cuda" and config.cache.host is None and config.engine.prefix_caching
-
-
-def _chosen_blocks(
-    config: WorkerConfig,
-    context_length: int,
-    part: ModelPart,
-    layout: KVLayout,
-    device: torch.device,
-    store: TCPStore | None,
-    host_bytes: int,
-    *,
-    is_captured: bool,
-) -> int:
-    """Blocks of a pool without `kv_blocks`: what fits on the rank with the least room. Raises `ModelError`.
-
-    `host_bytes`: what else the rank takes of the host's memory. `is_captured`: its decodes replay CUDA graphs.
-    """
-    engine, is_host = config.engine, device.type == "cpu"
-    if is_host:
-        free_bytes, total_bytes = memory_of(device)
-        memory = DeviceMemory(total_bytes, free_bytes, psutil.Process().memory_info().rss)
-    else:
-        step_bytes, of_graphs = _measured(part, layout, device, engine, context_length, is_captured=is_captured)
-        free_bytes, total_bytes = memory_of(device)
-        memory = DeviceMemory(total_bytes, free_bytes, torch.cuda.memory_allocated(device), step_bytes, of_graphs)
-        sizes = [each / GIB for each in (total_bytes, free_bytes, memory.weight_bytes, step_bytes, of_graphs)]
-        text = "%s: %.2f GiB, %.2f of them free; weights take %.2f, a step %.2f, CUDA graphs %.2f"
-        logger.info(text, config.name, *sizes)
-    kv_bytes = memory.kv_bytes(engine.gpu_memory_utilization, config.memory_part, is_host=is_host)
-    kv_bytes -= host_bytes if is_host else config.staging_bytes
-    blocks = max(0, kv_bytes // layout.block_bytes - RESERVED_BLOCKS)
-    if is_host:
-        blocks = min(blocks, blocks_in_use(engine, context_length))
-    blocks = _fewest(store, config.parallel.world_size, "KV blocks", blocks)
-    check_blocks(blocks, engine, context_length, layout.block_bytes, str(device))
-    tokens, gib = blocks * layout.block_size, blocks * layout.block_bytes / GIB
-    logger.info("%s: %d KV blocks (%d tokens, %.2f GiB on %s)", config.name, blocks, tokens, gib, device)
-    return blocks + RESERVED_BLOCKS
 
 
 def _measured(
@@ -323,19 +310,6 @@ def _measured(
 
 def _graphs(part: ModelPart, pool: KVPool, engine: EngineConfig, longest: int) -> DecodeGraphs:
     return DecodeGraphs(part.model, pool.blocks, engine.max_running, longest, cuda_capture())
-
-
-def _fewest(store: TCPStore | None, world_size: int, what: str, blocks: int) -> int:
-    """The smallest number of blocks that a rank of the gang proposes. Raises `RankLost`."""
-    if store is None:
-        return blocks
-    try:
-        store.set_timeout(timedelta(seconds=LOAD_TIMEOUT_S))
-        place = store.add(f"{what}/proposed", 1) - 1
-        store.set(f"{what}/{place}", str(blocks))
-        return min(int(store.get(f"{what}/{each}")) for each in range(world_size))
-    except RuntimeError as error:
-        raise RankLost(f"not all ranks reported how many {what} they can hold: {str(error).splitlines()[0]}") from error
 
 
 def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig) -> ModelFacts:
