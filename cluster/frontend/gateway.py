@@ -334,6 +334,10 @@ class Gateway:
         self.bounds.check_tokens("sampling.logit_bias", tuple(token for token, _ in sampling.logit_bias))
         if any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
             raise InvalidRequest("sampling.stop", f"has a string of more than {MAX_STOP_CHARS} characters; shorten it")
+        try:
+            "".join(sampling.stop).encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest("sampling.stop", "has half a surrogate pair; send whole characters") from None
         max_tokens = sampling.max_tokens
         limit, why = self._max_tokens(num_prompt, max_tokens or 1)
         room = limit - num_prompt
@@ -355,7 +359,7 @@ class Gateway:
         for role, capacity, reserve in ((Role.PREFILL, held.prefill_tokens, 0), (Role.DECODE, held.decode_tokens, 1)):
             if capacity is None:
                 continue
-            bound = f" (as many as the {role.value} pools here can hold)"
+            bound = f" (as many as the {role.value} pools here can hold)" if capacity < limit else ""
             if num_prompt + reserve > capacity:
                 raise _too_long(capacity, bound, num_prompt, num_output)
             if role is Role.DECODE and capacity < limit:

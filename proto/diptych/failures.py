@@ -54,8 +54,8 @@ def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
         if found := re.search(pattern, details):
             return DiptychError("UNAVAILABLE", words.format(endpoint, found[1]), reason=NO_HANDSHAKE)
     if CLOSED.search(details):
-        message = f"{endpoint} closed the connection: it may require TLS (grpcs://{endpoint}), or a client certificate"
-        return DiptychError("UNAVAILABLE", message)
+        why = f"it may require TLS (grpcs://{endpoint}) or a client certificate, or have too many connections"
+        return DiptychError("UNAVAILABLE", f"{endpoint} closed the connection: {why}")
     cause = details.rpartition(": ")[2]  # after the messages of grpc's layers
     message = f"nothing answers at {endpoint} ({cause}); is the cluster running, and is this its endpoint?"
     return DiptychError("UNAVAILABLE", message)

@@ -88,6 +88,13 @@ async def test_invalid_fields_are_named(refusing: Clients, change: dict[str, obj
     assert words in str(error["message"])
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_half_a_surrogate_pair_in_a_stop_string_is_refused(refusing: Clients) -> None:
+    raw = json.dumps(ASK | {"stop": ["a", "\ud83c"]})
+    answer = await refusing.http.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "stop")
+
+
 LONG = "x" * 9000  # a body with it is read beside the event loop
 
 
