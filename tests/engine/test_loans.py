@@ -18,7 +18,7 @@ from workers.engine.engine import Engine
 from workers.engine.loans import LENDS_AGAIN_S, RECALL_S, LoanBook
 from workers.engine.sequence import Lease, Sequence, SpanReturn
 from workers.engine.step import Chunk, RemoteKV
-from workers.ops.span import SPAN
+from workers.ops.batch import SPAN
 from workers.request import FailedOut, Request
 
 BLOCK = 16

@@ -36,9 +36,8 @@ from workers.ops import (
     triton_paged,
     triton_sampling,
 )
-from workers.ops.batch import RaggedBatch
+from workers.ops.batch import Heads, RaggedBatch, Scoring
 from workers.ops.narrow import to_slots
-from workers.ops.scoring import Heads, Scoring
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAYERS, SIZE = 3, 16  # of a pool: layers, tokens of a block

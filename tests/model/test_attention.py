@@ -14,10 +14,9 @@ from torch import Tensor
 from tests.examples import examples
 from tests.model.paging import ragged, scattered_tables
 from workers.ops.attention import NATIVE, REFERENCE, SDPA, TRITON, TRITON_INVARIANT, Attention
-from workers.ops.batch import RaggedBatch
+from workers.ops.batch import RaggedBatch, Scoring
 from workers.ops.narrow import compute_dtype, from_slots, to_slots
 from workers.ops.native.library import library
-from workers.ops.scoring import Scoring
 
 DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))
 EXAMPLES = 120 if DEVICE.type == "cpu" else 12  # on a GPU, each compiles its kernels

@@ -28,8 +28,8 @@ from workers.executor.remote_kv import RemoteStates, by_heads
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.shard import shard_of
+from workers.ops.batch import SPAN
 from workers.ops.native.library import library
-from workers.ops.span import SPAN
 from workers.request import SamplingParams
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")

@@ -12,8 +12,8 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import Piece
 from tests.model.paging import ragged
 from workers.ops.attention import REFERENCE, TRITON, TRITON_INVARIANT
+from workers.ops.batch import Heads, Scoring
 from workers.ops.narrow import to_slots
-from workers.ops.scoring import Heads, Scoring
 
 pytest.importorskip("triton")
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from workers.ops.attention import REFERENCE
+from workers.ops.batch import Heads
 from workers.ops.fused import (
     CLAMPED_SILU,
     GELU_TANH,
@@ -23,7 +24,6 @@ from workers.ops.fused import (
     rotate_and_write,
 )
 from workers.ops.native.library import SWITCH
-from workers.ops.scoring import Heads
 
 try:
     from workers.ops import triton_fused

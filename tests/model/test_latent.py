@@ -7,8 +7,8 @@ from tests.model.paging import ragged
 from workers.model.description import LatentConfig
 from workers.model.latent import BatchedLinear, HeadsLinear, Latent, LatentOutput
 from workers.ops.attention import REFERENCE, SDPA
+from workers.ops.batch import Scoring
 from workers.ops.linear import Linear
-from workers.ops.scoring import Scoring
 
 HEADS, TOKENS = 4, 11
 SIZES = LatentConfig(rank=20, query_rank=0, plain_dim=12, rotary_dim=6, value_dim=10)

@@ -13,9 +13,8 @@ from workers.errors import ModelError
 from workers.executor.threads import ComputeThread
 from workers.ops import attention
 from workers.ops.attention import NATIVE, REFERENCE, SDPA, Attention, best_attention
-from workers.ops.batch import RaggedBatch
+from workers.ops.batch import RaggedBatch, Scoring
 from workers.ops.native.library import library
-from workers.ops.scoring import Scoring
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.full, pytest.mark.skipif(library() is None, reason="no native kernels here")]

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from tests.model.paging import ragged, scattered_tables
 from workers.ops.attention import NATIVE, REFERENCE, SDPA, Attention
+from workers.ops.batch import SPAN, KeySpan, Scoring
 from workers.ops.narrow import to_slots
 from workers.ops.native.library import library
-from workers.ops.scoring import Scoring
-from workers.ops.span import SPAN, KeySpan
 
 BLOCKS, BLOCK_SIZE = 160, 16
 PER_SPAN = SPAN // BLOCK_SIZE

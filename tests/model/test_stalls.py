@@ -25,9 +25,8 @@ from workers.model.folder import ModelFolder
 from workers.model.load import load_decoder
 from workers.ops import fused
 from workers.ops.attention import Attention
-from workers.ops.batch import RaggedBatch
+from workers.ops.batch import RaggedBatch, Scoring
 from workers.ops.linear import dense
-from workers.ops.scoring import Scoring
 
 METHODS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 CREATION = {"tensor", "as_tensor", "from_numpy", "new_tensor"}  # copies from memory that is not pinned

@@ -29,8 +29,7 @@ from workers.engine.step import RemoteKV, StepPlan
 from workers.model.decoder import Decoder
 from workers.model.description import ModelConfig
 from workers.model.shard import ModelShard
-from workers.ops.scoring import Scoring
-from workers.ops.span import SPAN, KeySpan, first_key
+from workers.ops.batch import SPAN, KeySpan, Scoring, first_key
 
 logger = logging.getLogger(__name__)
 

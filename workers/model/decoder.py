@@ -27,11 +27,10 @@ from workers.model.kv_layers import STATE_BYTES, KVPlace, kv_places
 from workers.model.latent import Latent
 from workers.model.rope import angles, frequencies
 from workers.ops.attention import Attention
-from workers.ops.batch import RaggedBatch
+from workers.ops.batch import Heads, RaggedBatch, Scoring
 from workers.ops.fused import add_rms_norm, rms_norm, rotate_and_write
 from workers.ops.linear import LinearMethod
 from workers.ops.lora import OUTPUT, QKV, Change, StepAdapters
-from workers.ops.scoring import Heads, Scoring
 
 Transform = Callable[[Tensor], Tensor]
 Changeable = Callable[[Tensor, Change | None], Tensor]  # with the changes that adapters make

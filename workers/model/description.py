@@ -38,7 +38,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What may differ between layers. `window`: the tokens that a query attends to, as in `workers.ops.span`."""
+    """What may differ between layers. `window`: the tokens that a query attends to, as in `workers.ops.batch`."""
 
     rope: RopeConfig | None  # None: no position embedding
     window: int = 0

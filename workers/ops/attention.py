@@ -17,12 +17,10 @@ from torch import Tensor
 
 from workers.errors import ModelError
 from workers.ops import reference, sdpa, states
-from workers.ops.batch import RaggedBatch
+from workers.ops.batch import KeySpan, RaggedBatch, Scoring
 from workers.ops.narrow import compute_dtype, to_slots
 from workers.ops.native import attention as native
 from workers.ops.native.library import SWITCH, library
-from workers.ops.scoring import Scoring
-from workers.ops.span import KeySpan
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +43,7 @@ class Attend(Protocol):
 
 class AttendSpan(Protocol):
     def __call__(self, query: Tensor, pool: Tensor, layer: int, span: KeySpan, scoring: Scoring) -> Tensor:
-        """The state [tokens, heads, head_dim + 2] after a span (see `span`).
+        """The state [tokens, heads, head_dim + 2] after a span (see `workers.ops.batch`).
 
         The query [tokens, heads, head_dim] is float32 and dense. Ignores sinks. The rest is as in `Attend`.
         """

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.ops.batch import Heads
 from workers.ops.native.library import kernel, library, pointer
-from workers.ops.scoring import Heads
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"  # by the names that checkpoints use
 CLAMPED_SILU = "clamped_silu"  # of gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate), gate <= 7 and up in [-7, 7]

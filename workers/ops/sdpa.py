@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.ops.batch import RaggedBatch
+from workers.ops.batch import RaggedBatch, Scoring, first_key
 from workers.ops.narrow import from_slots, to_slots
-from workers.ops.scoring import Scoring
-from workers.ops.span import first_key
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:

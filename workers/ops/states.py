@@ -1,4 +1,4 @@
-"""Attention in parts with torch, for backends that attend to whole sequences only: fold keys into a state (see `span`).
+"""Attention in parts with torch, for backends that attend to whole sequences only: fold keys into a state (see `workers.ops.batch`).
 
 Right within rounding, not bit for bit.
 """
@@ -6,9 +6,8 @@ Right within rounding, not bit for bit.
 import torch
 from torch import Tensor
 
-from workers.ops.scoring import Scoring
+from workers.ops.batch import KeySpan, Scoring, first_key
 from workers.ops.sdpa import gather
-from workers.ops.span import KeySpan, first_key
 
 KEYS = 1024  # at a time: bounds the memory for scores
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.ops.scoring import Heads
+from workers.ops.batch import Heads
 
 _COLUMNS = 1024  # of a program of `gated`
 

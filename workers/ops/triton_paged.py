@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.ops.batch import RaggedBatch
+from workers.ops.batch import RaggedBatch, Scoring
 from workers.ops.narrow import LARGEST, to_slots
-from workers.ops.scoring import Scoring
 
 SPLIT = 256  # keys of a span
 LONG_SPLIT = 2048  # of decodes that fill the device with so many programs, about three for each multiprocessor:

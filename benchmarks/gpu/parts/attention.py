@@ -7,9 +7,8 @@ import multiprocessing
 import torch
 
 from workers.ops.attention import REFERENCE, TRITON, TRITON_INVARIANT, best_attention
-from workers.ops.batch import RaggedBatch
+from workers.ops.batch import RaggedBatch, Scoring
 from workers.ops.narrow import compute_dtype, to_slots
-from workers.ops.scoring import Scoring
 
 SHAPES = ((8, 4, 128), (2, 7, 64), (1, 8, 256), (3, 1, 40))  # kv_heads, group, head_dim
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float32, torch.float16)  # most useful first

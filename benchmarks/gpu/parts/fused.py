@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from benchmarks.gpu.timing import copy_bytes_s, graph_seconds_of
 from workers.ops import triton_fused
 from workers.ops.attention import REFERENCE
+from workers.ops.batch import Heads
 from workers.ops.fused import rotate_and_write
-from workers.ops.scoring import Heads
 
 
 def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:

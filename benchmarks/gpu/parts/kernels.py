@@ -12,8 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.llama import LLAMA_8B, TINY, LlamaShape
 from benchmarks.gpu.timing import copy_bytes_s, graph_seconds_of, matmul_flop_s
 from workers.ops import triton_paged
-from workers.ops.batch import RaggedBatch
-from workers.ops.scoring import Scoring
+from workers.ops.batch import RaggedBatch, Scoring
 
 SIZE = 16
 LAYERS = 4  # of a decode's pool, so that keys of one call are not in the cache for the next

@@ -10,10 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers.ops.batch import RaggedBatch
+from workers.ops.batch import SPAN, KeySpan, RaggedBatch, Scoring
 from workers.ops.native.library import kernel, pointer
-from workers.ops.scoring import Scoring
-from workers.ops.span import SPAN, KeySpan
 
 _WAIT = ctypes.CFUNCTYPE(ctypes.c_void_p)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
