@@ -17,7 +17,7 @@ from diptych.background_tasks import BackgroundTasks
 from kvtransfer.copies import pieces_of
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, TransportUnavailable
 from kvtransfer.piece_reader import PeerLink, PieceReader
-from kvtransfer.probe import NOT_MEASURED, measure, verify_probe
+from kvtransfer.probe import measure, verify_probe
 from kvtransfer.rpc.connection import observe
 from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress, rank_name
 from kvtransfer.transport import Place, PullOrder, Read, ReadStats, Region, Transport, summed
@@ -156,21 +156,14 @@ class TransportSet:
             async with self._scratch:
                 if self._verifies:
                     await verify_probe(transport, self._region, name, num_bytes, deadline_s)
-                quality = NOT_MEASURED
+                latency_s, bytes_per_s = 0.0, 0.0
                 if measures:
-                    quality = await measure(transport, self._region, name, num_bytes, deadline_s)
+                    latency_s, bytes_per_s = await measure(transport, self._region, name, num_bytes, deadline_s)
         except BaseException:
             if peer.incarnation not in self._links:  # else pulls may be using it
                 await transport.forget(name)
             raise
-        return LinkReport(
-            reader="",
-            owner=peer.worker,
-            transport=transport.name,
-            path=path,
-            latency_s=quality.latency_s,
-            bytes_per_s=quality.bytes_per_s,
-        )
+        return LinkReport("", peer.worker, transport.name, path, latency_s, bytes_per_s)
 
     async def _pull(self, order: PullOrder, read: Read) -> None:
         """Run one pull. Errors are set on the futures; this task never raises."""

@@ -9,7 +9,6 @@ different sizes: a shorter pattern is the beginning of a longer one.
 
 import hashlib
 import statistics
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,15 +23,6 @@ RESERVED_BLOCKS = 2
 LATENCY_BYTES = 64
 ROUNDS = 5
 BANDWIDTH_BYTES = 8 << 20  # enough to hide the fixed cost, small enough not to disturb traffic
-
-
-@dataclass(frozen=True, slots=True)
-class LinkQuality:
-    latency_s: float
-    bytes_per_s: float
-
-
-NOT_MEASURED = LinkQuality(0.0, 0.0)
 
 
 def probe_pattern(name: str, num_bytes: int) -> bytes:
@@ -57,10 +47,11 @@ async def verify_probe(transport: Transport, region: Region, name: str, num_byte
         raise DigestMismatch(f"the probe block of {name} arrived with other bytes than its owner must hold")
 
 
-async def measure(transport: Transport, region: Region, name: str, num_bytes: int, deadline_s: float) -> LinkQuality:
-    """Latency of a tiny read as the event loop sees it, and bandwidth of reads of `num_bytes`; medians of a few rounds.
-
-    `num_bytes` is at most the smaller of the two blocks.
+async def measure(
+    transport: Transport, region: Region, name: str, num_bytes: int, deadline_s: float
+) -> tuple[float, float]:
+    """Seconds of a tiny read as the event loop sees it, and bytes per second of reads of `num_bytes`; medians of a few
+    rounds. `num_bytes` is at most the smaller of the two blocks.
     """
     tiny = _probe(region, min(LATENCY_BYTES, num_bytes))
     large = _probe(region, num_bytes).repeat(max(1, min(64, BANDWIDTH_BYTES // num_bytes)), axis=0)
@@ -76,7 +67,7 @@ async def measure(transport: Transport, region: Region, name: str, num_bytes: in
     moved = num_bytes * len(large)
     # The fixed cost is already in the latency. Where that is most of the time, it says little about the rate.
     moving_s = max(moved / rate - latency_s, moved / rate / 2)
-    return LinkQuality(latency_s=latency_s, bytes_per_s=moved / moving_s)
+    return latency_s, moved / moving_s
 
 
 def _load(region: Region, offset: int, num_bytes: int) -> bytes:

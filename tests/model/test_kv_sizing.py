@@ -24,8 +24,9 @@ from workers.executor import kv_pool, opening
 from workers.executor.cuda_graphs import PAGE_BYTES, MemoryUse
 from workers.executor.kv_pool import allocate_pool
 from workers.executor.kv_sizing import HOST_SHARE, DeviceMemory, blocks_in_use, check_blocks, spare_share
-from workers.executor.opening import fullest_step, has_default_host_cache, open_solo
+from workers.executor.opening import has_default_host_cache, open_solo
 from workers.executor.rank import ModelPart
+from workers.executor.warm_up import fullest_step
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.load import load_decoder

@@ -88,10 +88,10 @@ def step_seconds(shape: Shape, cost: CostModel) -> float:
     return step_s + cost.swap_seconds(shape.swap_bytes)
 
 
-def check_non_negative(cost: Any) -> None:
-    """Raises ValueError, which names the field, unless every number of a cost model is finite and 0 or more."""
-    for field in fields(cost):
-        value = getattr(cost, field.name)
+def check_non_negative(record: Any, prefix: str = "cost.", error: type[ValueError] = ValueError) -> None:
+    """Raises `error`, which names the field, unless every number of a dataclass is finite and 0 or more."""
+    for field in fields(record):
+        value = getattr(record, field.name)
         numeric = isinstance(value, int | float)
         if field.type in (int, float) and not (numeric and 0.0 <= value < math.inf):  # NaN fails too
-            raise ValueError(f"cost.{field.name} is {value}; it must be 0 or more, and finite")
+            raise error(f"{prefix}{field.name} is {value}; it must be 0 or more, and finite")

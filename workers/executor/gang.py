@@ -39,7 +39,7 @@ from workers.errors import ModelError, RankLost
 from workers.executor.bubble import BubbleMeter
 from workers.executor.gang_store import GangStore
 from workers.executor.gang_wire import GANG_PROTOCOL
-from workers.executor.opening import MEET_TIMEOUT_S, open_rank
+from workers.executor.opening import MEET_TIMEOUT_S, close_opened, open_rank
 from workers.executor.rank import Rank
 from workers.executor.rank_spec import RankLauncher, RankSpec, Rendezvous, sampling_rank
 from workers.executor.remote_kv import by_heads
@@ -145,14 +145,9 @@ class GangExecutor:
 
     def pull(self, order: PullOrder) -> Read:
         """Every rank reads its own pieces; the read is done, or settled, when all of theirs are."""
-        loop = asyncio.get_running_loop()
         reads = [self._own.pull(order), *(other.pull(order) for other in self._others)]
-        joined = Read(loop.create_future(), loop.create_future())
+        joined = Read(asyncio.ensure_future(_done(reads)), asyncio.ensure_future(_settled(reads)))
         joined.done.add_done_callback(observe)
-        done = asyncio.gather(*(read.done for read in reads))
-        done.add_done_callback(lambda ended: _pass_on(ended, joined.done))
-        settled = asyncio.ensure_future(asyncio.wait([read.settled for read in reads]))
-        settled.add_done_callback(lambda _: None if joined.settled.done() else joined.settled.set_result(None))
         return joined
 
     async def forget(self, incarnation: str) -> None:
@@ -363,27 +358,16 @@ async def _named(rank: int, opening: Coroutine[Any, Any, None]) -> None:
 
 async def _abandon(name: str, opening: "asyncio.Future[Rank]") -> None:
     """Close rank 0. A load cannot be interrupted: then the rank is closed after it has loaded."""
-
-    async def end() -> None:
-        await asyncio.wait([opening])
-        if not opening.cancelled() and opening.exception() is None:
-            rank = opening.result()
-            rank.abort()
-            await rank.close()
-
-    ending = asyncio.ensure_future(end())
+    ending = asyncio.ensure_future(close_opened(opening, whole=False))
     _, running = await asyncio.wait([ending], timeout=CLOSE_TIMEOUT_S)
     if running:
         logger.warning("worker %s: rank 0 is still loading and is closed afterwards", name)
 
 
-def _pass_on(ended: "asyncio.Future[list[ReadStats]]", done: "asyncio.Future[ReadStats]") -> None:
-    """Resolve `done` with the sum of the ranks' stats."""
-    if done.done():
-        return
-    if ended.cancelled():
-        done.cancel()
-    elif (error := ended.exception()) is not None:
-        done.set_exception(error)
-    else:
-        done.set_result(summed(ended.result()))
+async def _done(reads: Sequence[Read]) -> ReadStats:
+    """All ranks' stats, or the first error. Whoever cancels this leaves the reads alone."""
+    return summed(await asyncio.gather(*(asyncio.shield(read.done) for read in reads)))
+
+
+async def _settled(reads: Sequence[Read]) -> None:
+    await asyncio.wait([read.settled for read in reads])

@@ -17,10 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory, open_transports
-from kvtransfer.probe import SCRATCH_BLOCK
 from workers.config import EngineConfig, WorkerConfig
 from workers.engine.executor import ModelFacts
-from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import RankLost
 from workers.executor.adapters import RankAdapters
 from workers.executor.cuda_graphs import DecodeGraphs, cuda_capture, cuda_memory_use, graph_bytes, has_graphs
@@ -40,7 +38,7 @@ from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.rank_spec import Rendezvous, sampling_rank
 from workers.executor.rank_store import RankStore, open_disk_cache, open_remote_cache
 from workers.executor.threads import ComputeThread, usable_cores
-from workers.executor.warm_up import deepest_step, warm_up
+from workers.executor.warm_up import deepest_step, fullest_step, warm_up
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
 from workers.model.folder import ModelFolder, tokenizer_id
@@ -51,7 +49,6 @@ from workers.model.shard import shard_of
 from workers.ops.attention import best_attention
 from workers.ops.collective import StageLink, TensorGroup, open_groups
 from workers.ops.narrow import multiplies_bfloat16, torch_dtype
-from workers.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +110,17 @@ async def open_rank(
     num_threads = max(1, len(usable_cores()) // 4)
     masks = None if compiler is None else GrammarMasks(compiler, facts.vocab_size, num_threads)
     return Rank(facts, part, pool, transports, thread, stores, masks)
+
+
+async def close_opened(opening: "asyncio.Future[Rank]", whole: bool) -> None:
+    """Close what `open_rank` opens, once it has. `whole`: no other rank of its gang is lost, so none is waited for."""
+    await asyncio.wait([opening])
+    if opening.cancelled() or opening.exception() is not None:
+        return
+    rank = opening.result()
+    if not whole:
+        rank.abort()
+    await rank.close()
 
 
 async def open_solo(
@@ -345,12 +353,3 @@ def choose_device(name: str, rank: int) -> torch.device:
         visible = torch.cuda.device_count()
         return torch.device("cuda", rank % visible) if visible else torch.device("cpu")
     return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
-
-
-def fullest_step(engine: EngineConfig, context_length: int) -> StepPlan:
-    """`max_running` sequences that share `max_batch_tokens` tokens, each of them sampling. For measurements."""
-    length = min(max(1, engine.max_batch_tokens // engine.max_running), context_length)
-    blocks = (SCRATCH_BLOCK,) * -(-length // engine.block_size)
-    draw = Draw(SamplingParams(temperature=0.0), seed=0, position=length)
-    names = [f"measured/{number}" for number in range(engine.max_running)]
-    return StepPlan(0, tuple([Chunk(name, (1,) * length, 0, blocks, draw) for name in names]))

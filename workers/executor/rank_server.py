@@ -21,7 +21,7 @@ from kvtransfer.transport import PullOrder, ReadStats
 from workers.engine.executor import SpanQuery
 from workers.engine.step import RemoteKV
 from workers.executor import gang_wire as wire
-from workers.executor.opening import open_rank
+from workers.executor.opening import close_opened, open_rank
 from workers.executor.rank import Rank
 from workers.executor.rank_spec import RankSpec
 from workers.model.folder import ModelFolder
@@ -151,7 +151,7 @@ class _Service:
     async def _close(self, whole: bool) -> None:
         if self._opening is None:
             return
-        closing = asyncio.ensure_future(_close_rank(self._opening, whole))
+        closing = asyncio.ensure_future(close_opened(self._opening, whole))
         _, running = await asyncio.wait([closing], timeout=END_TIMEOUT_S)
         if running:
             logger.warning(
@@ -159,16 +159,6 @@ class _Service:
                 self._spec.rendezvous.rank,
                 self._spec.config.name,
             )
-
-
-async def _close_rank(opening: "asyncio.Task[Rank]", whole: bool) -> None:
-    await asyncio.wait([opening])
-    if opening.cancelled() or opening.exception() is not None:
-        return
-    rank = opening.result()
-    if not whole:
-        rank.abort()
-    await rank.close()
 
 
 class RankTasks:

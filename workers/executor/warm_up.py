@@ -58,6 +58,12 @@ def compiling_steps(
     return (*short_steps(engine), *_kernels(engine, context_length), *_decodes(engine, context_length, graphs))
 
 
+def fullest_step(engine: EngineConfig, context_length: int) -> StepPlan:
+    """`max_running` sequences that share `max_batch_tokens` tokens, each of them sampling. For measurements."""
+    length = min(max(1, engine.max_batch_tokens // engine.max_running), context_length)
+    return _step(engine, *(_chunk(engine, f"fullest-{number}", 0, length) for number in range(engine.max_running)))
+
+
 def deepest_step(engine: EngineConfig, longest: int) -> StepPlan:
     """A decode of as many sequences as the engine takes, one of them with `longest` tokens. For measurements."""
     return next(_decodes(engine, longest, [(engine.max_running, longest)]))

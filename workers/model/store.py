@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import logging
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -146,7 +145,7 @@ def _pinned_gguf(name: str, progress: Progress) -> Path:
     with _locked(target):
         if not target.is_file():
             with _unfinished(target) as scratch:
-                fetched = fetch_pinned(pinned, scratch, progress)
+                fetched = fetch_pinned(pinned, Path(scratch), progress)
                 _check_hash(fetched, pinned.sha256)
                 fetched.replace(target)
     return target
@@ -158,7 +157,7 @@ def _converted(gguf: Path, sha256: str, progress: Progress) -> Path:
         with _locked(target):
             if not target.is_dir():
                 with _unfinished(target) as scratch:
-                    folder = scratch / "model"
+                    folder = Path(scratch) / "model"
                     folder.mkdir()
                     convert_gguf(gguf, folder, progress)
                     folder.rename(target)
@@ -173,7 +172,8 @@ def _record_origin(gguf: Path, sha256: str, folder: Path) -> None:
         return
     try:
         with _unfinished(folder) as scratch:
-            write_origin(replace(origin, path=gguf) if origin else find_origin(gguf, sha256, folder), folder, scratch)
+            found = replace(origin, path=gguf) if origin else find_origin(gguf, sha256, folder)
+            write_origin(found, folder, Path(scratch))
     except OSError as error:
         logger.debug("cannot record in %s that it came from %s: %s", folder, gguf, error)
 
@@ -197,14 +197,9 @@ def _locked(target: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _unfinished(target: Path) -> Iterator[Path]:
+def _unfinished(target: Path) -> "tempfile.TemporaryDirectory[str]":
     """A temporary folder on the target's file system, so that the final rename is atomic."""
-    scratch = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=target.parent))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=".unfinished-", dir=target.parent, ignore_cleanup_errors=True)
 
 
 def _check_hash(path: Path, expected: str) -> None:

@@ -1,6 +1,6 @@
-"""Attention in parts with torch, for backends that attend to whole sequences only: fold keys into a state (see `workers.ops.batch`).
+"""Attention in parts with torch, for backends that attend to whole sequences only: fold keys into a state.
 
-Right within rounding, not bit for bit.
+See `workers.ops.batch` for states. Right within rounding, not bit for bit.
 """
 
 import torch

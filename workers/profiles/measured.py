@@ -3,13 +3,13 @@
 Knows figures and their file; knows neither how they were measured nor a cluster.
 """
 
-import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from workers.costs import LinearCost
+from workers.costs.port import check_non_negative
 from workers.profiles.fit import FitError, Point, error_of
 from workers.profiles.profile_errors import ProfileError
 
@@ -35,7 +35,7 @@ class PoolProfile:
     call_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_non_negative(self)
+        check_non_negative(self, "", ProfileError)
 
     @property
     def error(self) -> FitError:
@@ -60,7 +60,7 @@ class LinkProfile:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        _check_non_negative(self)
+        check_non_negative(self, "", ProfileError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Neighbours:
         return f"{one} beside {other}"
 
     def __post_init__(self) -> None:
-        _check_non_negative(self)
+        check_non_negative(self, "", ProfileError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class ClusterProfile:
             raise ProfileError(f"version is {self.version}; this program reads {VERSION}: measure again")
         if not self.pools:
             raise ProfileError("pools is empty; a profile has at least one")
-        _check_non_negative(self)
+        check_non_negative(self, "", ProfileError)
 
     def pool(self, name: str) -> PoolProfile:
         """Raises `ProfileError`, which names the known pools."""
@@ -155,10 +155,3 @@ def load(file: Path) -> ClusterProfile:
 def save(profile: ClusterProfile, file: Path) -> None:
     """Raises OSError."""
     file.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-
-
-def _check_non_negative(record: PoolProfile | LinkProfile | Neighbours | ClusterProfile) -> None:
-    for each in fields(record):
-        value = getattr(record, each.name)
-        if isinstance(value, (int, float)) and not 0.0 <= value < math.inf:
-            raise ProfileError(f"{each.name} is {value}; it must be 0 or more, and finite")

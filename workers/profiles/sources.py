@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from workers.costs import CostModel
+from workers.costs.port import check_non_negative
 from workers.costs.profiled import ProfiledCost
 from workers.profiles.computed import LINK, MEMORY, SEND_S, check_parallel, roofline
 from workers.profiles.hardware import Hardware, hardware_of
@@ -41,9 +42,7 @@ class NetworkLink:
     provenance: str
 
     def __post_init__(self) -> None:
-        for name, value in (("latency_s", self.latency_s), ("byte_s", self.byte_s)):
-            if not 0.0 <= value < float("inf"):
-                raise ProfileError(f"link.{name} is {value}; it must be 0 or more seconds, and finite")
+        check_non_negative(self, "link.", ProfileError)
 
 
 @dataclass(frozen=True, slots=True)

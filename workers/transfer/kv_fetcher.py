@@ -116,20 +116,9 @@ class KVFetcher:
         Errors: `TransferError`.
         """
         try:
-            report = await self._pull(ticket, blocks, skip_tokens, order)
-        except TransferError as error:
-            self.pulls = self.pulls.failure(corrupt=isinstance(error, DigestMismatch))
-            raise
-        self.pulls = self.pulls.arrival(report)
-        return report
-
-    async def _pull(
-        self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int, order: ReadOrder | None
-    ) -> TransferReport:
-        try:
             client, link = await self._meet(ticket.owner)
             ours = tuple([(shard.layout, shard.rank) for shard in self._executor.shards()])
-            return await pull(
+            report = await pull(
                 client,
                 self._read,
                 ticket,
@@ -141,9 +130,13 @@ class KVFetcher:
                 skip_tokens=skip_tokens,
                 order=order,
             )
-        except PeerLost:
-            self._peer_links.unlink(ticket.owner.incarnation)
+        except TransferError as error:
+            if isinstance(error, PeerLost):
+                self._peer_links.unlink(ticket.owner.incarnation)
+            self.pulls = self.pulls.failure(corrupt=isinstance(error, DigestMismatch))
             raise
+        self.pulls = self.pulls.arrival(report)
+        return report
 
     async def _meet(self, owner: PeerAddress) -> tuple[ControlClient, LinkReport]:
         try:

@@ -64,22 +64,24 @@ inline Floats times(Floats a, Floats b) { return a * b; }
 constexpr int INT_ROW_TILE = 4;
 #endif
 
+inline int32_t four_of(const int8_t* x) {
+    int32_t numbers;
+    std::memcpy(&numbers, x, 4);
+    return numbers;
+}
+
 // Each lane of `sum` plus its four weights times the four numbers behind `x`; nibbles are weights below 16.
 #if defined(__AVX512VNNI__)
 constexpr int BYTE_ZERO = 128;
 template <bool NIBBLES>
 inline Ints add_products(Ints sum, Ints weights, const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    return _mm512_dpbusd_epi32(sum, weights, _mm512_set1_epi32(four));
+    return _mm512_dpbusd_epi32(sum, weights, _mm512_set1_epi32(four_of(x)));
 }
 #elif defined(__AVX512BW__)
 constexpr int BYTE_ZERO = 0;
 template <bool NIBBLES>
 inline Ints add_products(Ints sum, Ints weights, const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    Ints factors = _mm512_set1_epi32(four), pairs;
+    Ints factors = _mm512_set1_epi32(four_of(x)), pairs;
     if constexpr (NIBBLES) {
         pairs = _mm512_maddubs_epi16(weights, factors);
     } else {
@@ -92,17 +94,13 @@ inline Ints add_products(Ints sum, Ints weights, const int8_t* x) {
 constexpr int BYTE_ZERO = 128;
 template <bool NIBBLES>
 inline Ints add_products(Ints sum, Ints weights, const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    return _mm256_dpbusd_avx_epi32(sum, weights, _mm256_set1_epi32(four));
+    return _mm256_dpbusd_avx_epi32(sum, weights, _mm256_set1_epi32(four_of(x)));
 }
 #elif defined(__AVX2__)
 constexpr int BYTE_ZERO = 0;
 template <bool NIBBLES>
 inline Ints add_products(Ints sum, Ints weights, const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    Ints factors = _mm256_set1_epi32(four);
+    Ints factors = _mm256_set1_epi32(four_of(x));
     Ints pairs = NIBBLES ? _mm256_maddubs_epi16(weights, factors)
                          : _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(factors, weights));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
