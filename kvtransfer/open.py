@@ -5,25 +5,17 @@ Everything else sees a `TransportSet`.
 
 from collections.abc import Callable
 
-from kvtransfer.backends.memory import MemoryTransport, SharedMemory
-from kvtransfer.backends.modelled import LinkModel, ModelledTransport
+from kvtransfer.backends.memory import MemoryTransport
+from kvtransfer.backends.memory import SharedMemory as SharedMemory
+from kvtransfer.backends.modelled import LinkModel as LinkModel
+from kvtransfer.backends.modelled import ModelledTransport
 from kvtransfer.errors import TransportUnavailable
-from kvtransfer.host import host_identity
-from kvtransfer.links import TransportSet
-from kvtransfer.probe import RESERVED_BLOCKS, stamp_probe_block
+from kvtransfer.host import host_identity as host_identity
+from kvtransfer.links import TransportSet as TransportSet
+from kvtransfer.probe import RESERVED_BLOCKS as RESERVED_BLOCKS
+from kvtransfer.probe import stamp_probe_block as stamp_probe_block
 from kvtransfer.ticket import rank_name
 from kvtransfer.transport import Place, Region, Transport
-
-__all__ = [
-    "BACKENDS",
-    "RESERVED_BLOCKS",
-    "LinkModel",
-    "SharedMemory",
-    "TransportSet",
-    "host_identity",
-    "open_transports",
-    "stamp_probe_block",
-]
 
 BACKENDS = ("memory", "cuda_ipc", "nixl", "tcp")  # that move bytes, in order of preference
 

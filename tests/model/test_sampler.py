@@ -17,8 +17,7 @@ from workers.engine.sequence import Sequence, TokenCounts
 from workers.engine.step import Draw
 from workers.executor import gumbel_max as exact
 from workers.executor.gumbel_max import Categorical, draw_tokens, gumbel_max, uniforms_of, uniforms_of_all, weights_of
-from workers.executor.logprobs import score
-from workers.executor.sampler import _floor, sample
+from workers.executor.sampler import _floor, sample, score
 from workers.ops.native.library import library
 from workers.request import Request, SamplingParams
 

@@ -11,20 +11,13 @@ The router predicts with a `CostModel`; the modelled executor and the simulator 
     └─ CorrectedCost     another one, corrected by the steps that ran
 """
 
-from workers.costs.corrected import CorrectedCost
-from workers.costs.linear import LinearCost
-from workers.costs.port import MAX_TOKENS, CostModel, step_seconds
-from workers.costs.profiled import LayeredCost, PhasedCost, RooflineCost, StepCurve, TableCost
-
-__all__ = [
-    "MAX_TOKENS",
-    "CorrectedCost",
-    "CostModel",
-    "LayeredCost",
-    "LinearCost",
-    "PhasedCost",
-    "RooflineCost",
-    "StepCurve",
-    "TableCost",
-    "step_seconds",
-]
+from workers.costs.corrected import CorrectedCost as CorrectedCost
+from workers.costs.linear import LinearCost as LinearCost
+from workers.costs.port import MAX_TOKENS as MAX_TOKENS
+from workers.costs.port import CostModel as CostModel
+from workers.costs.port import step_seconds as step_seconds
+from workers.costs.profiled import LayeredCost as LayeredCost
+from workers.costs.profiled import PhasedCost as PhasedCost
+from workers.costs.profiled import RooflineCost as RooflineCost
+from workers.costs.profiled import StepCurve as StepCurve
+from workers.costs.profiled import TableCost as TableCost

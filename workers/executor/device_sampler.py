@@ -17,8 +17,7 @@ from torch import Tensor
 from workers.engine.step import Draw
 from workers.executor.grammar_masks import Allowed
 from workers.executor.gumbel_max import MIN_TEMPERATURE
-from workers.executor.logprobs import as_logprobs, log_probabilities
-from workers.executor.sampler import NOTHING, filters, sample, sample_finite
+from workers.executor.sampler import NOTHING, as_logprobs, filters, log_probabilities, sample, sample_finite
 from workers.ops.staging import to_device, to_host
 from workers.request import SamplingParams, TokenLogprobs
 

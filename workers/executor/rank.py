@@ -32,9 +32,9 @@ from workers.executor.device_sampler import sample_rows
 from workers.executor.grammar_masks import NO_MASKS, GrammarMasks, StepMasks
 from workers.executor.inputs import StepArrays, step_arrays
 from workers.executor.kv_pool import KVPool
-from workers.executor.logprobs import as_logprobs, log_probabilities
 from workers.executor.rank_store import RankStore
 from workers.executor.remote_kv import Lender, RemoteStates
+from workers.executor.sampler import as_logprobs, log_probabilities
 from workers.executor.threads import ComputeThread
 from workers.executor.warm_up import compiling_steps, short_steps
 from workers.model.decoder import Decoder

@@ -5,10 +5,10 @@ Knows moves, loans and peers; knows no KV byte.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator
 
 from diptych.background_tasks import BackgroundTasks
+from diptych.clock import now_s
 from kvtransfer.errors import PeerLost, TransferError
 from kvtransfer.ticket import PeerAddress, TransferTicket
 from workers.config import WorkerConfig
@@ -88,7 +88,7 @@ class KVBorrower:
         """What is borrowed from each lender."""
         if not self._can_borrow:
             return ()
-        return self._records.stats(self._engine.remote(), _now_s())
+        return self._records.stats(self._engine.remote(), now_s())
 
     async def close(self) -> None:
         if self._renewal is not None:
@@ -132,16 +132,16 @@ class KVBorrower:
 
     async def _move_to(self, lender: PeerAddress, last: RemoteKV | None, move: BlockMove) -> RemoteKV:
         client, _ = await self._peer_links.meet(lender)
-        ticket = self._ticket(self._engine.sequences.offer_move(move, _now_s()))
+        ticket = self._ticket(self._engine.sequences.offer_move(move, now_s()))
         loan, held = (last.loan, last.num_blocks) if last is not None else (0, 0)
-        begun_s = time.monotonic()
+        begun_s = now_s()
         number = await client.borrow(ticket, loan, held * self._block_size, MOVE_S)
-        self._engine.moves.learn_move(time.monotonic() - begun_s, move.count)
+        self._engine.moves.learn_move(now_s() - begun_s, move.count)
         return self._taken(lender, number, held + move.count)
 
     def _taken(self, lender: PeerAddress, number: int, num_blocks: int) -> RemoteKV:
         span = RemoteKV(lender.incarnation, number, num_blocks)
-        self._records.taken(lender.worker, span, _now_s())
+        self._records.taken(lender.worker, span, now_s())
         return span
 
     async def _return(self, wanted: SpanReturn) -> None:
@@ -203,10 +203,10 @@ class KVBorrower:
     async def _attend(self, span: RemoteKV, query: SpanQuery) -> bytes:
         """As `RemoteAttend`."""
         client, _ = await self._peer_links.meet(self._address(span))
-        begun_s = time.monotonic()
+        begun_s = now_s()
         state = await client.attend(span.loan, span.num_blocks * self._block_size, query, ATTEND_S)
         if not query.is_chunk:
-            self._engine.moves.learn_wait((time.monotonic() - begun_s) * self._num_layers)
+            self._engine.moves.learn_wait((now_s() - begun_s) * self._num_layers)
         return state
 
     def _arm(self) -> None:
@@ -234,7 +234,3 @@ class KVBorrower:
                 self._changed()
         except TransferError as error:  # the next step finds out
             logger.warning("worker %s: could not renew loans of %s: %s", self._name, lender.worker, error)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -3,9 +3,9 @@
 Knows loans, tickets and the executor; knows no sequence.
 """
 
-import asyncio
 from collections.abc import Callable
 
+from diptych.clock import now_s
 from kvtransfer.errors import LoanRefused
 from kvtransfer.ticket import TransferTicket
 from workers.config import SPAN, WorkerConfig
@@ -43,35 +43,31 @@ class KVLender:
         if self._fetcher.is_rounded(ticket):
             raise LoanRefused(f"{self._name} lends no blocks to {ticket.owner.worker}: other KV dtype", "dtype")
         held, count = held_tokens // self._block_size, ticket.num_tokens // self._block_size
-        number, blocks = self._engine.loans.take(count, _now_s(), loan, held)
+        number, blocks = self._engine.loans.take(count, now_s(), loan, held)
         arrived = False
         try:
             await self._fetcher.pull(ticket, blocks, 0)
             arrived = True
         finally:
-            self._engine.loans.filled(number, _now_s(), arrived=arrived)
+            self._engine.loans.filled(number, now_s(), arrived=arrived)
             self._changed()
         return number
 
     async def attend(self, loan: int, num_tokens: int, query: SpanQuery) -> bytes:
         """Attend to the loan's blocks, which are as they were when it returns. Errors: `TransferError`."""
         count = num_tokens // self._block_size
-        blocks = self._engine.loans.ready(loan, count, _now_s())
+        blocks = self._engine.loans.ready(loan, count, now_s())
         state = await self._executor.attend(blocks, query)
-        self._engine.loans.ready(loan, count, _now_s())
+        self._engine.loans.ready(loan, count, now_s())
         return state
 
     def renew(self, loans: tuple[int, ...]) -> tuple[int, ...]:
-        return self._engine.loans.renew(loans, _now_s())
+        return self._engine.loans.renew(loans, now_s())
 
     def offer(self, loan: int, num_tokens: int) -> TransferTicket:
-        blocks = self._engine.loans.ready(loan, num_tokens // self._block_size, _now_s())
-        return self._ticket(self._engine.leases.offer_held(f"loan:{loan}", blocks, _now_s()))
+        blocks = self._engine.loans.ready(loan, num_tokens // self._block_size, now_s())
+        return self._ticket(self._engine.leases.offer_held(f"loan:{loan}", blocks, now_s()))
 
     def repay(self, loan: int) -> None:
         self._engine.loans.repay(loan)
         self._changed()
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
