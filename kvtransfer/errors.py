@@ -59,6 +59,14 @@ class Unlinked(TransferError):
     """This reader cannot pull from this owner now: it could not connect, or the link failed preflight."""
 
 
+def not_connected(peer: str) -> PeerLost:
+    return PeerLost(f"{peer} is not connected: connect to its present incarnation first")
+
+
+def is_gone(peer: str) -> PeerLost:
+    return PeerLost(f"{peer} is gone: compute the prompt again or ask another owner")
+
+
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 

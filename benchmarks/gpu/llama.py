@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvtransfer.layout import KVLayout
@@ -12,7 +14,6 @@ from workers.executor.rank import ModelPart
 from workers.model.decoder import Decoder, Layer, Output
 from workers.model.description import LayerConfig, ModelConfig, RopeConfig
 from workers.model.feed_forward import FeedForward
-from workers.model.parallel import Embedding
 from workers.ops.attention import best_attention
 from workers.ops.linear import make_linear
 
@@ -67,7 +68,7 @@ def random_llama(shape: LlamaShape, device: torch.device, dtype: torch.dtype) ->
 
     attention = best_attention(device, dtype, deterministic=False)
     layers = tuple(layer() for _ in range(shape.layers))
-    embedding = Embedding(draw(shape.vocab, shape.hidden) * math.sqrt(shape.hidden))
+    embedding = partial(F.embedding, weight=draw(shape.vocab, shape.hidden) * math.sqrt(shape.hidden))
     head = make_linear(draw(shape.vocab, shape.hidden))
     return ModelPart(Decoder(described(shape, dtype), embedding, layers, ones, head, attention))
 

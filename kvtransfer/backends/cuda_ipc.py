@@ -20,7 +20,15 @@ import msgspec
 
 from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
 from kvtransfer.copies import refuse_outside
-from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, TransportUnavailable
+from kvtransfer.errors import (
+    PeerLost,
+    PeerRefused,
+    TransferError,
+    TransferTimeout,
+    TransportUnavailable,
+    is_gone,
+    not_connected,
+)
 from kvtransfer.host import ProcessWatch
 from kvtransfer.ticket import HostIdentity, ShardAddress
 from kvtransfer.transport import Copies, Read, Region
@@ -196,7 +204,7 @@ class CudaIpcTransport:
         owner = ProcessWatch(address.identity.pid)
         try:
             if owner.started() != address.started:
-                raise _gone(peer)
+                raise is_gone(peer)
             memory = self._driver.open(address.handle, address.offset, address.num_bytes)
         except BaseException:
             owner.close()
@@ -206,14 +214,14 @@ class CudaIpcTransport:
     def _copy(self, peer: str, copies: Copies) -> None:
         mapped = self._mapped.get(peer)
         if mapped is None:
-            raise PeerLost(f"{peer} is not connected: connect to its present incarnation first")
+            raise not_connected(peer)
         refuse_outside(copies, mapped.address.num_bytes, self._region.num_bytes)
         if not len(copies):
             return
         self._driver.copy(mapped.memory, copies)
         if mapped.has_ended():
             self._unmap(peer)  # else its memory would stay allocated
-            raise _gone(peer)
+            raise is_gone(peer)
 
     def _unmap(self, peer: str) -> None:
         mapped = self._mapped.pop(peer, None)
@@ -225,7 +233,3 @@ class CudaIpcTransport:
         for peer in list(self._mapped):
             self._unmap(peer)
         self._driver.close()
-
-
-def _gone(peer: str) -> PeerLost:
-    return PeerLost(f"{peer} is gone: compute the prompt again or ask another owner")

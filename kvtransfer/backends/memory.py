@@ -8,7 +8,7 @@ import uuid
 
 from kvtransfer.backends.pending_read import PendingRead
 from kvtransfer.copies import refuse_outside
-from kvtransfer.errors import PeerLost, TransferError, TransportUnavailable
+from kvtransfer.errors import TransferError, TransportUnavailable, not_connected
 from kvtransfer.ticket import ShardAddress
 from kvtransfer.transport import Copies, Read, Region
 
@@ -56,7 +56,7 @@ class MemoryTransport:
     def _copy(self, peer: str, copies: Copies) -> None:
         source = self._shared.regions.get(self._peers.get(peer, ""))
         if source is None:
-            raise PeerLost(f"{peer} is not connected: connect to its present incarnation first")
+            raise not_connected(peer)
         refuse_outside(copies, source.pool_bytes, self._region.num_bytes)
         theirs, ours = source.bytes(), self._region.bytes()
         for start, target, num_bytes in copies.tolist():

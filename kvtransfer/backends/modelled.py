@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvtransfer.backends.pending_read import PendingRead
 from kvtransfer.copies import refuse_outside
-from kvtransfer.errors import PeerLost, TransferError, TransferTimeout
+from kvtransfer.errors import TransferError, TransferTimeout, not_connected
 from kvtransfer.ticket import ShardAddress
 from kvtransfer.transport import Copies, Read, Region
 
@@ -62,7 +62,7 @@ class ModelledTransport:
         pending = PendingRead(peer, copies, deadline_s, overdue=self._stop)
         wire = self._wires.get(peer)
         if wire is None:
-            pending.abort(PeerLost(f"{peer} is not connected: connect to its present incarnation first"))
+            pending.abort(not_connected(peer))
             return pending.read
         try:
             refuse_outside(copies, wire.source_bytes, self._region.num_bytes)

@@ -23,7 +23,7 @@ from kvtransfer.backends import ucx_report
 from kvtransfer.backends.nixl_agent import NixlAddress, NixlAgent, NixlPeer, log_errors
 from kvtransfer.backends.pending_read import PendingRead
 from kvtransfer.copies import refuse_outside
-from kvtransfer.errors import PeerLost, TransferError, TransportUnavailable
+from kvtransfer.errors import PeerLost, TransferError, TransportUnavailable, is_gone, not_connected
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +259,7 @@ class NixlPump:
     def _known(self, peer: str) -> NixlPeer:
         nixl_peer = self._peers.get(peer)
         if nixl_peer is None:
-            raise PeerLost(f"{peer} is not connected: connect to its present incarnation first")
+            raise not_connected(peer)
         return nixl_peer
 
     def _live_agent(self) -> NixlAgent:
@@ -271,5 +271,5 @@ class NixlPump:
         if isinstance(error, TransferError | ValueError):
             return error
         if self._agent and isinstance(error, self._agent.lost):
-            return PeerLost(f"{peer} is gone: compute the prompt again or ask another owner")
+            return is_gone(peer)
         return TransferError(f"NIXL failed on a read from {peer}: {type(error).__name__} {error}")

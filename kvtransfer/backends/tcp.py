@@ -19,7 +19,7 @@ import msgspec
 from kvtransfer.backends.pending_read import NO_COPIES, PendingRead, call_loop
 from kvtransfer.backends.tcp_owner import MAX_RANGES, PROTOCOL, RANGE, TcpOwner
 from kvtransfer.copies import refuse_outside
-from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, unreachable
+from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, not_connected, unreachable
 from kvtransfer.rpc import polled
 from kvtransfer.rpc.frames import Kind, ProtocolError
 from kvtransfer.rpc.handshake import CallerHandshake, require_secret
@@ -85,7 +85,7 @@ class TcpTransport:
         pending = PendingRead(peer, copies, deadline_s, overdue=link.abandon if link else None)
         try:
             if link is None:
-                raise PeerLost(f"{peer} is not connected: connect to its present incarnation first")
+                raise not_connected(peer)
             refuse_outside(copies, link.source_bytes, self._region.num_bytes)
         except (TransferError, ValueError) as error:
             pending.abort(error)

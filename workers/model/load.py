@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workers.config import ParallelConfig
@@ -20,7 +21,7 @@ from workers.model.feed_forward import ExpertRouter, Experts, FeedForward, Group
 from workers.model.folder import ModelFolder, check_tensors
 from workers.model.gguf.blocks import GGUFBlocks
 from workers.model.latent import BatchedLinear, HeadsLinear, Latent, LatentOutput
-from workers.model.parallel import Embedding, Gathered, PartialEmbedding, Reduced
+from workers.model.parallel import Gathered, PartialEmbedding, Reduced
 from workers.model.shard import ModelShard, Range, shard_of, split_units
 from workers.model.weights import Part, Weights, fuse, halves
 from workers.ops.attention import SDPA, Attention
@@ -110,7 +111,7 @@ class _Builder:
 
     def _embedding(self, weight: Tensor) -> Transform:
         if self._group is None:
-            return Embedding(weight)
+            return partial(F.embedding, weight=weight)
         return Reduced(PartialEmbedding(weight, self._shard.vocab[0]), self._group)
 
     def _head(self, name: str, weight: Tensor) -> LinearMethod | Gathered:

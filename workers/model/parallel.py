@@ -13,16 +13,6 @@ from workers.ops.collective import TensorGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
-    """The rows of `weight` [vocab, hidden] for tokens [tokens]."""
-
-    weight: Tensor
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return self.weight[tokens]
-
-
-@dataclass(frozen=True, slots=True)
 class PartialEmbedding:
     """An embedding whose `weight` holds part of the vocabulary, from token `first` on: zeros for other tokens."""
 
