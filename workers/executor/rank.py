@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from diptych.background_tasks import BackgroundTasks
 from kvtransfer.digest import digest_cells
@@ -254,58 +255,43 @@ def compute(
     begun = time.perf_counter()
     pool.move(plan)
     part.model.ticks += 1
-    outputs = _StepOutputs(len(plan.chunks))
+    nothing = (None,) * len(plan.chunks)
+    result, written = StepResult(plan.number, nothing, nothing, (), 0.0), None
     if plan.chunks:
         arrays = arrays or step_arrays(plan, pool.region.layout.block_size)
-        _forward(part, pool, plan, arrays, outputs, states, masks, adapters)
+        result, written = _forward(part, pool, plan, result, arrays, states, masks, adapters)
     lost = tuple(sorted(states.lost)) if states is not None else ()
-    for index in lost:
-        outputs.tokens[index] = outputs.logprobs[index] = None
     part.model.ticks += 1
     digests = _digests(pool, plan.digest_blocks)
-    wait(outputs.written or pool.mark())
-    return StepResult(
-        number=plan.number,
-        tokens=tuple(outputs.tokens),
-        logprobs=tuple(outputs.logprobs),
+    wait(written or pool.mark())
+    return structs.replace(
+        result,
+        tokens=tuple([None if index in lost else token for index, token in enumerate(result.tokens)]),
+        logprobs=tuple([None if index in lost else found for index, found in enumerate(result.logprobs)]),
         digests=(digests,),
         seconds=time.perf_counter() - begun,
-        prompt_logprobs=outputs.prompt_logprobs,
         wait_s=part.link.take_wait_s() if part.link else 0.0,
         comm_s=part.group.take_comm_s() if part.group else 0.0,
         lost=lost,
-        stuck=outputs.stuck,
-        forced=outputs.forced,
-        pooled=outputs.pooled,
     )
-
-
-class _StepOutputs:
-    """The outputs of a step, in the order of its chunks."""
-
-    def __init__(self, num_chunks: int) -> None:
-        self.tokens: list[int | None] = [None] * num_chunks
-        self.logprobs: list[TokenLogprobs | None] = [None] * num_chunks
-        self.prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-        self.stuck: tuple[tuple[int, str], ...] = ()
-        self.forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
-        self.pooled: tuple[tuple[bytes, ...], ...] = ()
-        self.written: Event | None = None  # after all KV, if tokens were sampled
 
 
 def _forward(
     part: ModelPart,
     pool: KVPool,
     plan: StepPlan,
+    nothing: StepResult,
     arrays: StepArrays,
-    outputs: _StepOutputs,
     states: RemoteStates | None,
     masks: "Future[StepMasks] | None",
     adapters: Callable[[], StepAdapters] | None,
-) -> None:
+) -> tuple[StepResult, Event | None]:
+    """What the chunks give (`nothing`, if another stage has the logits), and an event after all KV if they sample."""
     model, link = part.model, part.link
+    chunks = [index for index, chunk in enumerate(plan.chunks) if chunk.draw is not None]
     draws = [chunk.draw for chunk in plan.chunks if chunk.draw is not None]
     pools = any([chunk.pooling for chunk in plan.chunks])
+    result, written = nothing, None
     logits = part.graphs.logits(arrays) if part.graphs is not None and not pools else None
     if logits is None:
         inputs = arrays.tensors(to_device(arrays.all, model.device))
@@ -319,23 +305,29 @@ def _forward(
         if model.head is None:
             assert link is not None, "an earlier stage has a next one"
             link.send(hidden)
-            return
+            return nothing, None
         logits = model.logits(hidden[: len(draws)]) if draws else None
         if len(hidden) > len(draws):
-            outputs.prompt_logprobs = _prompt_logprobs(model, hidden[len(draws) :], plan)
+            scored = _prompt_logprobs(model, hidden[len(draws) :], plan)
+            result = structs.replace(result, prompt_logprobs=scored)
         if pools:
-            outputs.pooled = _pooled(hidden, len(draws), plan)
+            result = structs.replace(result, pooled=_pooled(hidden, len(draws), plan))
     if logits is not None:
-        outputs.written = pool.mark()  # has passed when the tokens are here; to wait for an event means to sleep
-        chunks = [index for index, chunk in enumerate(plan.chunks) if chunk.draw is not None]
+        written = pool.mark()  # has passed when the tokens are here; to wait for an event means to sleep
+        tokens, logprobs = list(nothing.tokens), list(nothing.logprobs)
         found = masks.result(MASKS_TIMEOUT_S) if masks is not None else NO_MASKS
         allowed = {row: found.masks[chunk] for row, chunk in enumerate(chunks) if chunk in found.masks}
         for chunk, token, logprob in zip(chunks, *sample_rows(logits, draws, allowed), strict=True):
-            outputs.tokens[chunk], outputs.logprobs[chunk] = token, logprob
-        outputs.stuck = tuple(found.stuck.items())
-        for chunk, _ in outputs.stuck:
-            outputs.tokens[chunk] = outputs.logprobs[chunk] = None
-        outputs.forced = found.forced(outputs.tokens)
+            is_stuck = chunk in found.stuck
+            tokens[chunk], logprobs[chunk] = (None, None) if is_stuck else (token, logprob)
+        result = structs.replace(
+            result,
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            stuck=tuple(found.stuck.items()),
+            forced=found.forced(tokens),
+        )
+    return result, written
 
 
 def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tuple[tuple[TokenLogprobs, ...], ...]:
