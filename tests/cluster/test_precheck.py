@@ -114,7 +114,7 @@ def test_a_valid_file_passes_without_side_effects(tmp_path: Path, model: Path, m
     assert len(begun) == 1
 
 
-def test_quantised_weights_on_a_gpu_are_refused(tmp_path: Path, model: Path) -> None:
+def test_quantized_weights_on_a_gpu_are_refused(tmp_path: Path, model: Path) -> None:
     path = written(tmp_path, model, engine="weights: int8", second="resources: {gpu: 1}")
     with pytest.raises(SpecError, match=r"pools\[1\].engine.weights is int8, which needs a CPU"):
         check_model(load_spec(path), model)

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.model.tiny_gguf import add_tokenizer, interleave
-from workers.ops.linear.blocks import BLOCK_COLUMNS, KINDS, quantise
+from workers.ops.linear.blocks import BLOCK_COLUMNS, KINDS, quantize
 
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
@@ -56,7 +56,7 @@ def write_family_gguf(
         numbers = _changed(name, numbers, config, architecture)
         kind = others.get(ours.split(".")[-2], weight_format)
         if kind and numbers.ndim > 1 and numbers.shape[-1] % BLOCK_COLUMNS[kind] == 0:
-            blocks = quantise(torch.from_numpy(numbers).flatten(0, -2), kind).unflatten(0, numbers.shape[:-1])
+            blocks = quantize(torch.from_numpy(numbers).flatten(0, -2), kind).unflatten(0, numbers.shape[:-1])
             writer.add_tensor(ours, blocks.numpy(), raw_dtype=KINDS[kind])
         else:
             writer.add_tensor(ours, numbers)

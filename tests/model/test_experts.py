@@ -29,7 +29,7 @@ class Recorded:
         return self.feed_forward(x)
 
 
-def make(normalise: bool, whole: bool = False) -> tuple[Experts, list[Recorded]]:
+def make(normalize: bool, whole: bool = False) -> tuple[Experts, list[Recorded]]:
     """Random experts; `whole` makes all weights small whole numbers."""
     generator = torch.Generator().manual_seed(0)
 
@@ -39,7 +39,7 @@ def make(normalise: bool, whole: bool = False) -> tuple[Experts, list[Recorded]]
         return torch.randn(*shape, generator=generator)
 
     recorded = [Recorded(_relu_gated(Linear(draw(2 * FFN, HIDDEN)), Linear(draw(HIDDEN, FFN)))) for _ in range(COUNT)]
-    router = ExpertRouter(Linear(draw(COUNT, HIDDEN)), ExpertsConfig(COUNT, PER_TOKEN, FFN, normalise))
+    router = ExpertRouter(Linear(draw(COUNT, HIDDEN)), ExpertsConfig(COUNT, PER_TOKEN, FFN, normalize))
     return Experts(router, tuple(recorded), None), recorded  # type: ignore[arg-type]
 
 
@@ -53,21 +53,21 @@ def _relu_gated(gate_up: Linear, down: Linear) -> Callable[[Tensor], Tensor]:
     return compute
 
 
-@pytest.mark.parametrize("normalise", [False, True])
-def test_a_token_gets_the_weighted_sum_of_its_best(normalise: bool) -> None:
-    experts, recorded = make(normalise)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_token_gets_the_weighted_sum_of_its_best(normalize: bool) -> None:
+    experts, recorded = make(normalize)
     x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
     answers = experts(x)
     for token, answer in zip(x, answers, strict=True):
         weights = torch.softmax(experts.router.weight(token[None])[0], 0)
         best = weights.argsort(descending=True)[:PER_TOKEN]
-        scale = weights[best].sum() if normalise else 1.0
+        scale = weights[best].sum() if normalize else 1.0
         wanted = sum(weights[each] / scale * recorded[each].feed_forward(token[None])[0] for each in best.tolist())
         torch.testing.assert_close(answer, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_an_expert_without_rows_is_not_asked() -> None:
-    experts, recorded = make(normalise=True)
+    experts, recorded = make(normalize=True)
     x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(2)).expand(5, HIDDEN)
     experts(x)
     assert sorted(len(each.rows) for each in recorded) == [0] * (COUNT - PER_TOKEN) + [1] * PER_TOKEN
@@ -76,7 +76,7 @@ def test_an_expert_without_rows_is_not_asked() -> None:
 
 def test_the_order_of_a_rows_sum_is_its_own() -> None:
     """To the last bit: with small whole numbers everything before the weighted sum is exact, in any batch."""
-    experts, _ = make(normalise=False, whole=True)
+    experts, _ = make(normalize=False, whole=True)
     x = torch.randint(-2, 3, (20, HIDDEN), generator=torch.Generator().manual_seed(3)).float()
     alone = torch.cat([experts(x[row : row + 1]) for row in range(20)])
     assert torch.equal(experts(x), alone)
@@ -86,9 +86,9 @@ def test_the_order_of_a_rows_sum_is_its_own() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 40])
-@pytest.mark.parametrize(("normalise", "scales_input"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("normalize", "scales_input"), [(False, False), (True, False), (False, True)])
 def test_grouped_experts_compute_the_same(
-    normalise: bool, scales_input: bool, tokens: int, shared: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+    normalize: bool, scales_input: bool, tokens: int, shared: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(4)
 
@@ -102,7 +102,7 @@ def test_grouped_experts_compute_the_same(
     experts = Experts(
         ExpertRouter(
             linear(COUNT, HIDDEN),
-            ExpertsConfig(COUNT, PER_TOKEN, FFN, normalise, sigmoid=scales_input, scales_input=scales_input),
+            ExpertsConfig(COUNT, PER_TOKEN, FFN, normalize, sigmoid=scales_input, scales_input=scales_input),
         ),
         tuple(expert() for _ in range(COUNT)),
         SharedExpert(expert(), linear(1, HIDDEN)) if shared else None,

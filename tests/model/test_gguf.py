@@ -63,7 +63,7 @@ def test_a_family_survives_the_way_through_gguf(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.usefixtures("no_tokenizer")
-def test_experts_are_taken_out_of_a_quantised_stack(tmp_path: Path) -> None:
+def test_experts_are_taken_out_of_a_quantized_stack(tmp_path: Path) -> None:
     hub = write_family(tmp_path / "hub", "mixtral")
     source = write_family_gguf(hub, tmp_path / "m.gguf", "q8_0")
     found = load_file(converted(source, tmp_path / "converted").path / "model.safetensors")
@@ -100,9 +100,9 @@ def test_what_cannot_be_computed_is_refused_before_anything_is_written(tmp_path:
         return str(error.value)
 
     assert "tensor blk.1.attn_q_norm.weight (one of 1) is missing" in words("self_attn.q_norm")
-    quantised = words("self_attn.o_proj")
-    assert "blk.1.attn_output.weight is quantised as I32, which is not supported; supported: F32" in quantised
-    assert "Q4_K" in quantised
+    quantized = words("self_attn.o_proj")
+    assert "blk.1.attn_output.weight is quantized as I32, which is not supported; supported: F32" in quantized
+    assert "Q4_K" in quantized
     assert "ffn_gate.weight has shape [48, 32], the metadata say [49, 32]" in words("mlp", intermediate_size=49)
     part = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     turned = words("rope", rope_parameters=part)

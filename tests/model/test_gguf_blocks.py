@@ -29,8 +29,8 @@ from workers.model.shard import shard_of
 from workers.model.weights import Part
 from workers.ops.attention import SDPA
 from workers.ops.collective import TensorGroup
-from workers.ops.linear import dense, linear_from_blocks, quantised
-from workers.ops.linear.blocks import BLOCK_COLUMNS, dequantise
+from workers.ops.linear import dense, linear_from_blocks, quantized
+from workers.ops.linear.blocks import BLOCK_COLUMNS, dequantize
 
 CPU = torch.device("cpu")
 # The hub's model, the format of its matrices, and those of single parts.
@@ -104,7 +104,7 @@ def test_blocks_are_the_files_and_stand_for_the_folders_numbers(cache: Path, tmp
         assert sorted(map(bytes, rows.numpy())) == sorted(
             there[at : at + rows.shape[1]] for at in range(0, len(there), rows.shape[1])
         ), tensor
-        assert torch.equal(dequantise(rows, weight_format), weight), tensor
+        assert torch.equal(dequantize(rows, weight_format), weight), tensor
         found.append(weight_format)
     _, weight_format, others = FILES[name]
     assert set(found) == {weight_format, *others.values()} - {""}
@@ -114,7 +114,7 @@ def test_blocks_are_the_files_and_stand_for_the_folders_numbers(cache: Path, tmp
 def test_without_kernels_logits_are_those_of_float32(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    for module in (dense, quantised):
+    for module in (dense, quantized):
         monkeypatch.setattr(module, "library", lambda: None)
     made: list[str] = []
     record_formats(made, monkeypatch)
@@ -140,7 +140,7 @@ def test_a_rank_has_the_blocks_of_its_part(cache: Path, tmp_path: Path, name: st
             assert (taken is None) == bool(middle % columns)
             if taken is not None:
                 assert taken[0] == whole[0]
-                assert torch.equal(dequantise(taken[1], whole[0]), weight[slice(*rows), slice(*cut)])
+                assert torch.equal(dequantize(taken[1], whole[0]), weight[slice(*rows), slice(*cut)])
 
 
 @pytest.mark.parametrize("name", ["q4_k", "fused by the hub", "experts and one for all"])
@@ -148,7 +148,7 @@ def test_a_gang_computes_with_the_files_blocks(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Two ranks without kernels: the same bits as from float32, by way of blocks."""
-    for module in (dense, quantised):
+    for module in (dense, quantized):
         monkeypatch.setattr(module, "library", lambda: None)
     folder, parallel = converted(tmp_path, name), ParallelConfig(2)
     tokens, positions = torch.arange(3, 23), torch.arange(20)

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from tests.model.paging import ragged
-from workers.model.description import LatentConfig
+from workers.model.description import MLAConfig
 from workers.model.latent import BatchedLinear, HeadsLinear, Latent, LatentOutput
 from workers.ops.attention import REFERENCE, SDPA
 from workers.ops.batch import Scoring
 from workers.ops.linear import Linear
 
 HEADS, TOKENS = 4, 11
-SIZES = LatentConfig(rank=20, query_rank=0, plain_dim=12, rotary_dim=6, value_dim=10)
+SIZES = MLAConfig(kv_lora_rank=20, q_lora_rank=0, qk_nope_head_dim=12, qk_rope_head_dim=6, v_head_dim=10)
 
 
 def drawn(*shape: int, seed: int) -> Tensor:

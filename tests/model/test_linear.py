@@ -12,9 +12,9 @@ from torch import Tensor
 
 from workers.config import EngineConfig
 from workers.ops.linear import BLOCK_FORMATS, WEIGHT_FORMATS, linear_from_blocks, make_linear
-from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, KINDS, dequantise, quantise
+from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, KINDS, dequantize, quantize
 from workers.ops.linear.dense import PANEL_ROWS
-from workers.ops.linear.quantised import rounded_rows
+from workers.ops.linear.quantized import rounded_rows
 from workers.ops.memory import HugePages
 from workers.ops.native.library import SWITCH
 
@@ -64,7 +64,7 @@ def test_blocks_compute_what_they_stand_for(weight_format: str, rows: int, colum
     """Up to rounding x: half a step of each block of 32, at most, for every weight that it meets."""
     x, weight = numbers(rows, columns, seed=rows), numbers(out, columns, seed=columns)
     offset = numbers(out, seed=out) if bias else None
-    meant = dequantise(quantise(weight, weight_format), weight_format)[:, :columns]
+    meant = dequantize(quantize(weight, weight_format), weight_format)[:, :columns]
     blocks = F.pad(x.abs(), (0, -columns % 32)).unflatten(1, (-1, 32))
     steps = (blocks.amax(dim=2, keepdim=True) / 127).expand_as(blocks).flatten(1)[:, :columns]
     error = (make_linear(weight, offset, weight_format)(x) - exact(x, meant, offset)).abs()
@@ -88,7 +88,7 @@ def test_every_bit_of_a_file_counts(weight_format: str) -> None:
 def test_blocks_that_gguf_cannot_write_are_near_the_weights() -> None:
     weight = numbers(64, 512, seed=0)
     weight[3], weight[4, :256], weight[5] = 0, 1, weight[5].abs()
-    error = dequantise(quantise(weight, "q4_k"), "q4_k") - weight
+    error = dequantize(quantize(weight, "q4_k"), "q4_k") - weight
     assert (error.norm() / weight.norm()) < 0.09
     assert torch.equal(error[3], torch.zeros(512))
 

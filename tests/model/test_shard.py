@@ -28,7 +28,7 @@ SMOLLM2 = ModelConfig(
     dtype="float32",
     attention_scale=0.125,
 )
-EXPERTS = ExpertsConfig(count=4, per_token=2, ffn_size=20, normalise=True)
+EXPERTS = ExpertsConfig(count=4, per_token=2, ffn_size=20, normalize=True)
 
 
 @st.composite

@@ -59,12 +59,12 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", extra_tensor: str =
         numbers: NDArray[np.float32] = (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
         writer.add_tensor(f"{name}.weight", 1 + numbers if len(shape) == 1 else numbers)
 
-    def add_quantised(name: str, *shape: int) -> None:
+    def add_quantized(name: str, *shape: int) -> None:
         numbers = (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
         kind = gguf.GGMLQuantizationType.Q8_0
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(numbers, kind), raw_dtype=kind)
 
-    add_quantised("token_embd", VOCAB, HIDDEN)
+    add_quantized("token_embd", VOCAB, HIDDEN)
     add("output_norm", HIDDEN)
     for layer in range(LAYERS):
         add(f"blk.{layer}.attn_norm", HIDDEN)
@@ -73,9 +73,9 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", extra_tensor: str =
         writer.add_tensor(f"blk.{layer}.attn_k.weight", interleave(hub_attention(layer, "k"), KV_HEADS))
         writer.add_tensor(f"blk.{layer}.attn_v.weight", hub_attention(layer, "v"))
         writer.add_tensor(f"blk.{layer}.attn_output.weight", hub_attention(layer, "o"))
-        add_quantised(f"blk.{layer}.ffn_gate", FFN, HIDDEN)
-        add_quantised(f"blk.{layer}.ffn_up", FFN, HIDDEN)
-        add_quantised(f"blk.{layer}.ffn_down", HIDDEN, FFN)
+        add_quantized(f"blk.{layer}.ffn_gate", FFN, HIDDEN)
+        add_quantized(f"blk.{layer}.ffn_up", FFN, HIDDEN)
+        add_quantized(f"blk.{layer}.ffn_down", HIDDEN, FFN)
     if extra_tensor:
         add(extra_tensor, HIDDEN)
     writer.write_header_to_file()

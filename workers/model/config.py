@@ -36,7 +36,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def _check(fields: Fields, config: ModelConfig) -> None:
     if not (config.experts and config.experts.mxfp4):
-        _refuse_quantised(fields)
+        _refuse_quantized(fields)
     if config.num_heads % config.num_kv_heads:
         fields.refuse(f"{config.num_heads} attention heads cannot share {config.num_kv_heads} KV heads")
     outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
@@ -46,10 +46,10 @@ def _check(fields: Fields, config: ModelConfig) -> None:
         fields.refuse(f"{config.experts.per_token} of {config.experts.count} experts cannot be chosen for a token")
 
 
-def _refuse_quantised(fields: Fields) -> None:
-    quantisation = fields.inner("quantization_config")
-    method = quantisation.get("quant_method", "unnamed")
-    if method == "fp8" and quantisation.get("weight_block_size") == [FP8_BLOCK] * 2:
+def _refuse_quantized(fields: Fields) -> None:
+    quantization = fields.inner("quantization_config")
+    method = quantization.get("quant_method", "unnamed")
+    if method == "fp8" and quantization.get("weight_block_size") == [FP8_BLOCK] * 2:
         return  # the tensors themselves say which are; activations are not rounded
     if fields.get("quantization_config"):
         fields.refuse(

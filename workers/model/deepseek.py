@@ -5,7 +5,7 @@ Knows their config.json and tensor names; knows no weights.
 
 from dataclasses import replace
 
-from workers.model.description import ExpertsConfig, LatentConfig, ModelConfig, TensorNames
+from workers.model.description import ExpertsConfig, MLAConfig, ModelConfig, TensorNames
 from workers.model.family_fields import MAX_EXPERTS, MAX_LAYERS, read_plain, with_experts
 from workers.model.fields import Fields
 from workers.model.rope_fields import read_sharpening
@@ -44,7 +44,7 @@ def deepseek3(fields: Fields) -> ModelConfig:
     experts = _experts(fields, groups=fields.count("n_group", 8), scale=2.5)
     if experts.count // experts.groups < 2:
         fields.refuse(f"n_group is {experts.groups} for {experts.count} experts; each group needs two or more")
-    experts = replace(experts, sigmoid=True, normalise=fields.flag("norm_topk_prob", True))
+    experts = replace(experts, sigmoid=True, normalize=fields.flag("norm_topk_prob", True))
     config = _latent_attention(fields, experts, interleaved=fields.flag("rope_interleave", True))
     return replace(config, names=replace(config.names, router_correction="mlp.gate.e_score_correction_bias"))
 
@@ -62,7 +62,7 @@ def _experts(fields: Fields, groups: int, scale: float) -> ExpertsConfig:
         count=count,
         per_token=per_token,
         ffn_size=ffn_size,
-        normalise=False,
+        normalize=False,
         shared_ffn_size=fields.count("n_shared_experts") * ffn_size,
         scale=fields.number("routed_scaling_factor", scale, above=0),
         groups=groups,
@@ -76,15 +76,15 @@ def _latent_attention(fields: Fields, experts: ExpertsConfig, *, interleaved: bo
     for name, supported in {"num_key_value_heads": heads, "attention_bias": False, "moe_layer_freq": 1}.items():
         fields.only(name, supported)
     query_rank = 0 if fields.has("q_lora_rank") and fields.get("q_lora_rank") is None else 1536
-    latent = LatentConfig(
-        rank=fields.count("kv_lora_rank", 512),
-        query_rank=query_rank and fields.count("q_lora_rank", query_rank),
-        plain_dim=fields.count("qk_nope_head_dim", 128),
-        rotary_dim=fields.count("qk_rope_head_dim", 64),
-        value_dim=fields.count("v_head_dim", 128),
+    latent = MLAConfig(
+        kv_lora_rank=fields.count("kv_lora_rank", 512),
+        q_lora_rank=query_rank and fields.count("q_lora_rank", query_rank),
+        qk_nope_head_dim=fields.count("qk_nope_head_dim", 128),
+        qk_rope_head_dim=fields.count("qk_rope_head_dim", 64),
+        v_head_dim=fields.count("v_head_dim", 128),
     )
     # Checkpoints leave head_dim out, or give any of three widths.
-    config = read_plain(fields.replaced(head_dim=latent.rotary_dim, num_key_value_heads=1))
+    config = read_plain(fields.replaced(head_dim=latent.qk_rope_head_dim, num_key_value_heads=1))
     queries = ("self_attn.q_a_proj" if query_rank else "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa")
     turned = (_NAMES.query_up if query_rank else queries[0], queries[1])
     unused = fields.count("num_nextn_predict_layers", 1, most=MAX_LAYERS, least=0)
@@ -96,8 +96,8 @@ def _latent_attention(fields: Fields, experts: ExpertsConfig, *, interleaved: bo
     )
     config = replace(
         config,
-        head_dim=latent.rank + latent.rotary_dim,
-        attention_scale=latent.query_dim**-0.5 * read_sharpening(fields) ** 2,
+        head_dim=latent.kv_lora_rank + latent.qk_rope_head_dim,
+        attention_scale=latent.qk_head_dim**-0.5 * read_sharpening(fields) ** 2,
         latent=latent,
         names=names,
     )

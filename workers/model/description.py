@@ -58,7 +58,7 @@ class Temperature:
 class ExpertsConfig:
     """A router selects `per_token` of `count` experts, each `ffn_size` wide.
 
-    `normalise`: divide the weights of the selected experts by their sum; `scale` multiplies them. `sigmoid`: they are
+    `normalize`: divide the weights of the selected experts by their sum; `scale` multiplies them. `sigmoid`: they are
     sigmoids of the scores, not a softmax; `scales_input`: they multiply an expert's input, not its output.
     `shared_ffn_size`: width of the shared expert; 0 is none. Of `groups` of consecutive experts, a token selects from
     the best `top_groups`. `bias`: of the router and of all experts. `stacked`: one tensor [experts, in, out] has the
@@ -69,7 +69,7 @@ class ExpertsConfig:
     count: int
     per_token: int
     ffn_size: int
-    normalise: bool
+    normalize: bool
     shared_ffn_size: int = 0
     sigmoid: bool = False
     scales_input: bool = False
@@ -105,22 +105,23 @@ class LinearAttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentConfig:
-    """Latent attention (`workers.model.latent`): of each token, a latent of `rank` numbers and a key of `rotary_dim`.
+class MLAConfig:
+    """Latent attention (`workers.model.latent`): of each token, a latent of `kv_lora_rank` numbers and a key of
+    `qk_rope_head_dim`; the names are those of DeepSeek's configs.
 
-    A head's query has `plain_dim` features that do not rotate, then `rotary_dim`; its value has `value_dim`.
-    `query_rank`: the width of the latent that queries come from; 0: they come from the layer's input.
+    A head's query has `qk_nope_head_dim` features that do not rotate, then `qk_rope_head_dim`; its value has
+    `v_head_dim`. `q_lora_rank`: the width of the latent that queries come from; 0: they come from the layer's input.
     """
 
-    rank: int
-    query_rank: int
-    plain_dim: int
-    rotary_dim: int
-    value_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
 
     @property
-    def query_dim(self) -> int:
-        return self.plain_dim + self.rotary_dim
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     rotated_norm: bool = False  # a norm of q and k without weights, after the rotation
     temperature: Temperature | None = None  # of layers without position embedding
-    latent: LatentConfig | None = None
+    latent: MLAConfig | None = None
     names: TensorNames = TensorNames()
     generation: GenerationDefaults = NO_OPINION
 
@@ -234,4 +235,4 @@ class ModelConfig:
     @property
     def value_dim(self) -> int:
         """Of a head's output."""
-        return self.latent.value_dim if self.latent else self.head_dim
+        return self.latent.v_head_dim if self.latent else self.head_dim

@@ -101,7 +101,7 @@ def _mixtral(fields: Fields) -> ModelConfig:
         count=fields.count("num_local_experts", 8, most=MAX_EXPERTS),
         per_token=fields.count("num_experts_per_tok", 2),
         ffn_size=config.ffn_size,
-        normalise=True,
+        normalize=True,
     )
     return with_experts(config, experts, [True] * config.num_layers)
 
@@ -170,7 +170,7 @@ def _gpt_oss(fields: Fields) -> ModelConfig:
         count=fields.count("num_local_experts", 128, most=MAX_EXPERTS),
         per_token=fields.count("num_experts_per_tok", 4),
         ffn_size=config.ffn_size,
-        normalise=True,
+        normalize=True,
         bias=True,
         stacked=True,
         interleaved=True,
@@ -209,7 +209,7 @@ def _llama4(fields: Fields) -> ModelConfig:
         count=fields.count("num_local_experts", 16, most=MAX_EXPERTS),
         per_token=fields.count("num_experts_per_tok", 1),
         ffn_size=config.ffn_size,
-        normalise=False,
+        normalize=False,
         shared_ffn_size=config.ffn_size,
         sigmoid=True,
         scales_input=True,

@@ -73,7 +73,7 @@ class ExpertRouter:
             scores = grouped.masked_fill(is_out[..., None], -torch.inf).flatten(1)
         chosen = scores.topk(config.per_token, dim=-1).indices
         weights = shares.gather(1, chosen)
-        weights = weights / weights.sum(dim=-1, keepdim=True) if config.normalise else weights
+        weights = weights / weights.sum(dim=-1, keepdim=True) if config.normalize else weights
         return weights * config.scale if config.scale != 1.0 else weights, chosen
 
 

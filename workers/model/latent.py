@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.model.description import LatentConfig
+from workers.model.description import MLAConfig
 from workers.ops.fused import rms_norm, rotate
 from workers.ops.linear import LinearMethod
 from workers.ops.lora import Change
@@ -47,18 +47,18 @@ class BatchedLinear:
 class Latent:
     """From a layer's first projection to query and key. `query_up` and `query_norm`: None without a query latent."""
 
-    sizes: LatentConfig
-    query_norm: Tensor | None  # [query_rank]
-    query_up: LinearMethod | None  # [heads * query_dim, query_rank]
-    key_norm: Tensor  # [rank]
-    to_latent: HeadsLinear | BatchedLinear  # W_UK: plain_dim to rank
+    sizes: MLAConfig
+    query_norm: Tensor | None  # [q_lora_rank]
+    query_up: LinearMethod | None  # [heads * qk_head_dim, q_lora_rank]
+    key_norm: Tensor  # [kv_lora_rank]
+    to_latent: HeadsLinear | BatchedLinear  # W_UK: qk_nope_head_dim to kv_lora_rank
 
     def __call__(self, down: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Query [tokens, heads, rank + rotary_dim] and key [tokens, 1, rank + rotary_dim].
+        """Query [tokens, heads, head_dim] and key [tokens, 1, head_dim], of kv_lora_rank + qk_rope_head_dim.
 
-        `down` [tokens, query_rank (or heads * query_dim) + rank + rotary_dim]; cos and sin as in `rotate`.
+        `down` [tokens, q_lora_rank (or heads * qk_head_dim) + head_dim]; cos and sin as in `rotate`.
         """
-        rank, rotary, plain = self.sizes.rank, self.sizes.rotary_dim, self.sizes.plain_dim
+        rank, rotary, plain = self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim, self.sizes.qk_nope_head_dim
         query, latent, rotated_key = down.tensor_split([down.shape[1] - rank - rotary, down.shape[1] - rotary], dim=1)
         if self.query_up is not None:
             query = self.query_up(rms_norm(query, self.query_norm, _EPS))
@@ -70,12 +70,13 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class LatentOutput:
-    """From attention's result [rows, heads * (rank + rotary_dim)], whose rotated part is dropped, to the layer's."""
+    """From attention's result [rows, heads * head_dim], whose rotated part is dropped, to the layer's."""
 
-    sizes: LatentConfig
-    from_latent: HeadsLinear | BatchedLinear  # W_UV: rank to value_dim
+    sizes: MLAConfig
+    from_latent: HeadsLinear | BatchedLinear  # W_UV: kv_lora_rank to v_head_dim
     output: Callable[[Tensor, Change | None], Tensor]
 
     def __call__(self, x: Tensor, change: Change | None) -> Tensor:
-        latents = torch.unflatten(x, 1, (-1, self.sizes.rank + self.sizes.rotary_dim))[..., : self.sizes.rank]
+        rank, rotary = self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim
+        latents = torch.unflatten(x, 1, (-1, rank + rotary))[..., :rank]
         return self.output(self.from_latent(latents).flatten(1), change)

@@ -16,7 +16,7 @@ from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.decoder import Changeable, Decoder, Layer, Output, Transform
 from workers.model.delta_load import load_delta_net
-from workers.model.description import LatentConfig, LayerConfig, ModelConfig
+from workers.model.description import LayerConfig, MLAConfig, ModelConfig
 from workers.model.feed_forward import ExpertRouter, Experts, FeedForward, GroupedExperts, SharedExpert, grouped
 from workers.model.folder import ModelFolder, check_tensors
 from workers.model.gguf.blocks import GGUFBlocks
@@ -169,19 +169,19 @@ class _Builder:
             return self._make(weight, None, self._weight_format)
         return self._column_parallel(prefix, config.names.qkv, cuts, config.qkv_bias)
 
-    def _latent(self, prefix: str, sizes: LatentConfig, output: Changeable) -> tuple[Latent, LatentOutput]:
+    def _latent(self, prefix: str, sizes: MLAConfig, output: Changeable) -> tuple[Latent, LatentOutput]:
         """What makes query and key of the first projection, and the output of what is attended to."""
         config, names, heads = self._config, self._config.names, self._shard.heads
         key_norm, query_norm, query_up = self._norm(prefix, names.key_norm), None, None
         assert key_norm is not None
-        if sizes.query_rank:
-            queries = _features(config.num_heads, heads, sizes.query_dim)
+        if sizes.q_lora_rank:
+            queries = _features(config.num_heads, heads, sizes.qk_head_dim)
             query_norm = self._norm(prefix, names.query_norm)
             query_up = self._column_parallel(prefix, (names.query_up,), (queries,), bias=False)
-        _, own = _features(config.num_heads, heads, sizes.plain_dim + sizes.value_dim)
+        _, own = _features(config.num_heads, heads, sizes.qk_nope_head_dim + sizes.v_head_dim)
         up = torch.unflatten(self._weights.take(f"{prefix}.{names.kv_up}.weight", own), 0, (heads[1] - heads[0], -1))
-        to_latent = self._of_heads(up[:, : sizes.plain_dim].transpose(1, 2))
-        from_latent = self._of_heads(up[:, sizes.plain_dim :])
+        to_latent = self._of_heads(up[:, : sizes.qk_nope_head_dim].transpose(1, 2))
+        from_latent = self._of_heads(up[:, sizes.qk_nope_head_dim :])
         latent = Latent(sizes, query_norm, query_up, key_norm, to_latent)
         return latent, LatentOutput(sizes, from_latent, output)
 
@@ -305,15 +305,17 @@ def turned(config: ModelConfig, module: str, rows: Tensor) -> Tensor:
         return rows
     if latent is None:
         return halves(rows, config.head_dim, config.head_dim)
-    return halves(rows, config.head_dim if module.endswith(names.qkv[1]) else latent.query_dim, latent.rotary_dim)
+    return halves(
+        rows, config.head_dim if module.endswith(names.qkv[1]) else latent.qk_head_dim, latent.qk_rope_head_dim
+    )
 
 
 def qkv_cuts(config: ModelConfig, shard: ModelShard) -> tuple[Cut, ...]:
     """A rank's rows of a layer's first projection, in the order of `TensorNames.qkv`."""
     if (latent := config.latent) is not None:
-        queries = _features(config.num_heads, shard.heads, latent.query_dim)
-        if latent.query_rank:  # all ranks compute the latents
-            queries = (latent.query_rank, (0, latent.query_rank))
+        queries = _features(config.num_heads, shard.heads, latent.qk_head_dim)
+        if latent.q_lora_rank:  # all ranks compute the latents
+            queries = (latent.q_lora_rank, (0, latent.q_lora_rank))
         return queries, (config.head_dim, (0, config.head_dim))
     kv = _features(config.num_kv_heads, shard.kv_heads, config.head_dim)
     return _features(config.num_heads, shard.heads, config.head_dim), kv, kv

@@ -108,7 +108,7 @@ def _qwen_experts(fields: Fields, count: int, per_token: int, shared: int = 0) -
         count=fields.count("num_experts", fields.count("num_local_experts", count), most=MAX_EXPERTS),
         per_token=fields.count("num_experts_per_tok", per_token),
         ffn_size=fields.count("moe_intermediate_size"),
-        normalise=fields.flag("norm_topk_prob", False),
+        normalize=fields.flag("norm_topk_prob", False),
         shared_ffn_size=fields.count("shared_expert_intermediate_size", shared) if shared else 0,
     )
 

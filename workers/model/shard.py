@@ -18,7 +18,7 @@ from workers.config import ParallelConfig
 from workers.errors import ModelError
 from workers.model.description import ModelConfig
 
-UNIT = 32  # columns that stay together if there are enough: a block of the quantised formats, two cache lines
+UNIT = 32  # columns that stay together if there are enough: a block of the quantized formats, two cache lines
 
 Range = tuple[int, int]  # [first, end)
 

@@ -6,7 +6,7 @@ Knows names and sizes; knows no file and no torch.
 import re
 from collections.abc import Iterator
 
-from workers.model.description import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
+from workers.model.description import ExpertsConfig, LayerConfig, MLAConfig, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 FP8_BLOCK = 128  # rows, and columns, of a float8 matrix that share a scale
@@ -79,15 +79,15 @@ def _delta(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _linear((f"{names.delta}.out_proj",), (hidden,), value, bias=False)
 
 
-def _latent(config: ModelConfig, sizes: LatentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    names, queries = config.names, config.num_heads * sizes.query_dim
-    yield from _linear(names.qkv, (sizes.query_rank or queries, config.head_dim), config.hidden_size, bias=False)
-    if sizes.query_rank:
-        yield from _norms(sizes.query_rank, names.query_norm)
-        yield from _linear((names.query_up,), (queries,), sizes.query_rank, bias=False)
-    yield from _norms(sizes.rank, names.key_norm)
-    up = config.num_heads * (sizes.plain_dim + sizes.value_dim)
-    yield from _linear((names.kv_up,), (up,), sizes.rank, bias=False)
+def _latent(config: ModelConfig, sizes: MLAConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    names, queries = config.names, config.num_heads * sizes.qk_head_dim
+    yield from _linear(names.qkv, (sizes.q_lora_rank or queries, config.head_dim), config.hidden_size, bias=False)
+    if sizes.q_lora_rank:
+        yield from _norms(sizes.q_lora_rank, names.query_norm)
+        yield from _linear((names.query_up,), (queries,), sizes.q_lora_rank, bias=False)
+    yield from _norms(sizes.kv_lora_rank, names.key_norm)
+    up = config.num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
+    yield from _linear((names.kv_up,), (up,), sizes.kv_lora_rank, bias=False)
 
 
 def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

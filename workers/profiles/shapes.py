@@ -10,20 +10,20 @@ from typing import Any
 
 from kvtransfer.layout import slot_bytes
 from workers.errors import ModelError
-from workers.model.description import LatentConfig, LinearAttentionConfig, ModelConfig
+from workers.model.description import LinearAttentionConfig, MLAConfig, ModelConfig
 from workers.model.families import FAMILIES, describe
 from workers.model.fields import Fields
 from workers.model.kv_layers import STATE_BYTES, min_block_size
 from workers.profiles.profile_errors import ProfileError, UnknownName
 
 
-def _latent_parameters(latent: LatentConfig, hidden: int, heads: int) -> int:
+def _latent_parameters(latent: MLAConfig, hidden: int, heads: int) -> int:
     """Of one layer's attention."""
-    queries = heads * latent.query_dim
-    of_queries = latent.query_rank * (hidden + queries) if latent.query_rank else hidden * queries
-    values = heads * latent.value_dim
-    up = latent.rank * (heads * latent.plain_dim + values)
-    return of_queries + hidden * (latent.rank + latent.rotary_dim) + up + values * hidden
+    queries = heads * latent.qk_head_dim
+    of_queries = latent.q_lora_rank * (hidden + queries) if latent.q_lora_rank else hidden * queries
+    values = heads * latent.v_head_dim
+    up = latent.kv_lora_rank * (heads * latent.qk_nope_head_dim + values)
+    return of_queries + hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim) + up + values * hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class ModelShape:
     positions: int = 0
     element_bytes: int = 2
     kv_dtype: str = ""
-    latent: LatentConfig | None = None
+    latent: MLAConfig | None = None
     experts: ExpertsShape | None = None
     linear: LinearShape | None = None
     block_size: int = 16
@@ -206,12 +206,12 @@ def _shape(
 
 
 _LITE: dict[str, Any] = {
-    **{"head_dim": 576, "latent": LatentConfig(512, 0, 128, 64, 128)},
+    **{"head_dim": 576, "latent": MLAConfig(512, 0, 128, 64, 128)},
     "experts": ExpertsShape(64, 6, 1408, shared_ffn=2816, dense=1),
     "context_length": 163_840,
 }
 _V2 = _LITE | {
-    "latent": LatentConfig(512, 1536, 128, 64, 128),
+    "latent": MLAConfig(512, 1536, 128, 64, 128),
     "experts": ExpertsShape(160, 6, 1536, shared_ffn=3072, dense=1),
 }
 _V3 = _V2 | {"experts": ExpertsShape(256, 8, 2048, shared_ffn=2048, dense=3)}

@@ -1,4 +1,4 @@
-"""The quantised blocks of the GGUF file that a folder was converted from, as rows of bytes in the hub's order.
+"""The quantized blocks of the GGUF file that a folder was converted from, as rows of bytes in the hub's order.
 
 Finds them by the folder's record; knows no kernel. A part of a matrix can be taken if its borders are borders of
 blocks. Sampled rows are compared with the folder's numbers, to detect that the file has changed.
@@ -16,7 +16,7 @@ from workers.model.gguf.origin import Stored, read_origin
 from workers.model.shard import Range
 from workers.model.weights import Part
 from workers.ops.linear import BLOCK_FORMATS
-from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, dequantise
+from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, dequantize
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class GGUFBlocks:
         pieces = [self._rows(each, part)[:, cut] for each, part in zip(stored, parts, strict=True)]
         blocks = torch.cat(pieces)  # [out, bytes]
         samples = torch.tensor([0, weight.shape[0] // 2, weight.shape[0] - 1])
-        if not torch.equal(dequantise(blocks[samples], weight_format), weight[samples]):
+        if not torch.equal(dequantize(blocks[samples], weight_format), weight[samples]):
             raise self._changed(f"{parts[0].name} has different numbers")
         return weight_format, blocks
 

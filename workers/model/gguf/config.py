@@ -134,20 +134,20 @@ def _llama(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 def _qwen2_moe(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     width = metadata.whole("expert_shared_feed_forward_length")
-    return _experts(metadata, normalised=False) | {"shared_expert_intermediate_size": width}
+    return _experts(metadata, normalized=False) | {"shared_expert_intermediate_size": width}
 
 
 def _qwen3_moe(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    return _experts(metadata, normalised=True)
+    return _experts(metadata, normalized=True)
 
 
-def _experts(metadata: Metadata, normalised: bool) -> dict[str, Any]:
-    """`normalised`: llama.cpp's default for the architecture."""
+def _experts(metadata: Metadata, normalized: bool) -> dict[str, Any]:
+    """`normalized`: llama.cpp's default for the architecture."""
     return {
         "num_experts": metadata.whole("expert_count"),
         "num_experts_per_tok": metadata.whole("expert_used_count"),
         "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
-        "norm_topk_prob": bool(metadata.get("expert_weights_norm", normalised)),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", normalized)),
     }
 
 

@@ -26,7 +26,7 @@ Progress = Callable[[str, int, int | None], None]
 def convert_gguf(source: Path, target: Path, progress: Progress) -> None:
     """Write `source` into the existing folder `target`: config, weights, tokenizer.
 
-    Raises `ModelError`: truncated file, unknown architecture or quantisation, or an unsupported tensor or feature.
+    Raises `ModelError`: truncated file, unknown architecture or quantization, or an unsupported tensor or feature.
     """
     progress(f"reading {source.name}", 0, None)
     reader = open_gguf(source)
@@ -83,9 +83,9 @@ def _write_weights(path: Path, sources: list[Source], progress: Progress) -> Non
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for index, source in enumerate(sources):
-            progress("dequantising", index, len(sources))
+            progress("dequantizing", index, len(sources))
             file.write(source.numbers().tobytes())
-    progress("dequantising", len(sources), len(sources))
+    progress("dequantizing", len(sources), len(sources))
 
 
 def _write_tokenizer(source: Path, target: Path) -> None:

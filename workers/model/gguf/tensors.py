@@ -1,7 +1,7 @@
 """Maps the tensors of a GGUF file to those of a hub checkpoint, and undoes llama.cpp's changes.
 
 Knows llama.cpp's names and its three changes: interleaved rotary pairs in some architectures, norm weights with the
-offset added, stacked experts. Dequantises to float32 one tensor at a time, and imports the gguf package
+offset added, stacked experts. Dequantizes to float32 one tensor at a time, and imports the gguf package
 and numpy only for that.
 """
 
@@ -88,12 +88,12 @@ def _check(
     wanted = shape if expert is None or config.experts is None else (config.experts.count, *shape)
     if _squeezed(found) != _squeezed(wanted):
         raise ModelError(f"{source}: tensor {tensor.name} has shape {list(found)}, the metadata say {list(wanted)}")
-    if not _can_dequantise(tensor.tensor_type):
+    if not _can_dequantize(tensor.tensor_type):
         import gguf
 
-        known = ", ".join(kind.name for kind in gguf.GGMLQuantizationType if _can_dequantise(kind))
+        known = ", ".join(kind.name for kind in gguf.GGMLQuantizationType if _can_dequantize(kind))
         raise ModelError(
-            f"{source}: tensor {tensor.name} is quantised as {tensor.tensor_type.name}, which is not supported; "
+            f"{source}: tensor {tensor.name} is quantized as {tensor.tensor_type.name}, which is not supported; "
             f"supported: {known}"
         )
 
@@ -102,7 +102,7 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis in shape if axis != 1)  # llama.cpp's converter drops axes of one
 
 
-def _can_dequantise(kind: "gguf.GGMLQuantizationType") -> bool:
+def _can_dequantize(kind: "gguf.GGMLQuantizationType") -> bool:
     import gguf
     import numpy as np
 

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, quantise
+from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, quantize
 from workers.ops.linear.dense import Linear
-from workers.ops.linear.quantised import bfloat16_linear, block_linear, int8_linear
+from workers.ops.linear.quantized import bfloat16_linear, block_linear, int8_linear
 
 __all__ = ["BLOCK_FORMATS", "WEIGHT_FORMATS", "Linear", "LinearMethod", "linear_from_blocks", "make_linear"]
 
@@ -48,7 +48,7 @@ def make_linear(
         return bfloat16_linear(weight.float(), bias, deterministic)
     if weight_format == "int8":
         return int8_linear(weight.float(), bias)
-    return block_linear(quantise(weight, weight_format), weight.shape[1], bias, weight_format)
+    return block_linear(quantize(weight, weight_format), weight.shape[1], bias, weight_format)
 
 
 def linear_from_blocks(blocks: Tensor, columns: int, bias: Tensor | None, weight_format: str) -> LinearMethod:

@@ -1,4 +1,4 @@
-"""The block formats of GGUF files: quantises float weights to the exact bytes of a file, and dequantises them.
+"""The block formats of GGUF files: quantizes float weights to the exact bytes of a file, and dequantizes them.
 
 Knows formats; knows no kernel. A row of a matrix is divided into blocks of `BLOCK_COLUMNS`, each with its own scales.
 """
@@ -16,7 +16,7 @@ BLOCK_COLUMNS = {name: gguf.GGML_QUANT_SIZES[kind][0] for name, kind in KINDS.it
 BLOCK_BYTES = {name: gguf.GGML_QUANT_SIZES[kind][1] for name, kind in KINDS.items()}
 
 
-def quantise(weight: Tensor, weight_format: str) -> Tensor:
+def quantize(weight: Tensor, weight_format: str) -> Tensor:
     """weight [out, in] as blocks [out, bytes] uint8; rows are padded with zeros to whole blocks."""
     padded = F.pad(weight.float(), (0, -weight.shape[1] % BLOCK_COLUMNS[weight_format])).contiguous().numpy()
     if weight_format == "q4_k":
@@ -24,7 +24,7 @@ def quantise(weight: Tensor, weight_format: str) -> Tensor:
     return torch.from_numpy(gguf.quants.quantize(padded, KINDS[weight_format]))
 
 
-def dequantise(blocks: Tensor, weight_format: str) -> Tensor:
+def dequantize(blocks: Tensor, weight_format: str) -> Tensor:
     """blocks [out, bytes] to float32 numbers [out, columns of the blocks]."""
     return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), KINDS[weight_format]))
 

@@ -116,7 +116,7 @@ void diptych_linear_int8(const float* x, const char* panels, const float* bias, 
     {
 #pragma omp for
         for (int64_t row = 0; row < rows; row++)
-            quantise(x + row * in, in, depth, numbers.numbers.data() + row * depth, numbers.scales[row],
+            quantize(x + row * in, in, depth, numbers.numbers.data() + row * depth, numbers.scales[row],
                      numbers.sums[row]);
 #ifdef DIPTYCH_TILES
         std::optional<Tiles> tiles_of_thread;

@@ -7,7 +7,7 @@
 #include <vector>
 
 // `count` numbers with one scale, then zeros up to `padded`. A number that is not finite makes the scale NaN.
-inline void quantise(const float* x, int64_t count, int64_t padded, int8_t* numbers, float& scale, int32_t& sum) {
+inline void quantize(const float* x, int64_t count, int64_t padded, int8_t* numbers, float& scale, int32_t& sum) {
     uint32_t largest_bits = 0;
     for (int64_t i = 0; i < count; i++) {
         uint32_t bits;

@@ -1,6 +1,6 @@
-// y = x Wᵀ + b with weights that stay quantised: the blocks of GGUF files.
+// y = x Wᵀ + b with weights that stay quantized: the blocks of GGUF files.
 //
-// x is quantised too: 8 bits and one scale per 32 numbers, so products are integers. W [out, in] becomes panels of PANEL
+// x is quantized too: 8 bits and one scale per 32 numbers, so products are integers. W [out, in] becomes panels of PANEL
 // rows, ordered by use, block by block of 32 columns:
 //
 //     [header: each row's scales, 16 bit]            once per GROUP blocks
@@ -98,8 +98,8 @@ constexpr int64_t QUANT_BYTES = (Format::NIBBLES ? 16 : 32) * PANEL;
 template <class Format>
 constexpr int64_t GROUP_BYTES = Format::HEADER + Format::GROUP * (Format::SUB + QUANT_BYTES<Format>);
 
-// Rows of x, quantised.
-struct Quantised {
+// Rows of x, quantized.
+struct Quantized {
     std::vector<int8_t> numbers;  // [rows][blocks][BLOCK], zeros after the last column
     std::vector<float> scales;    // [rows][blocks]
     std::vector<int32_t> sums;    // [rows][blocks] of the numbers
@@ -111,7 +111,7 @@ struct Quantised {
 };
 
 template <class Format, int ROWS>
-void multiply(const Quantised& x, int64_t first_row, int64_t blocks, const char* panel, const char* ahead,
+void multiply(const Quantized& x, int64_t first_row, int64_t blocks, const char* panel, const char* ahead,
               int64_t ahead_bytes, const float* bias, float* tile) {
     constexpr bool NIBBLES = Format::NIBBLES;
     constexpr int STEPS = NIBBLES ? 4 : 8;
@@ -172,7 +172,7 @@ void multiply(const Quantised& x, int64_t first_row, int64_t blocks, const char*
 }
 
 template <class Format, int ROWS = INT_ROW_TILE>
-void multiply_some(int64_t rows, const Quantised& x, int64_t first_row, int64_t blocks, const char* panel,
+void multiply_some(int64_t rows, const Quantized& x, int64_t first_row, int64_t blocks, const char* panel,
                    const char* ahead, int64_t ahead_bytes, const float* bias, float* tile) {
     if constexpr (ROWS > 1)
         if (rows < ROWS)
@@ -188,8 +188,8 @@ void linear(const float* x, const char* panels, const float* bias, float* y, int
     int64_t panel_bytes = groups * GROUP_BYTES<Format>;
     int64_t num_panels = (out + PANEL - 1) / PANEL, row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     int64_t units = num_panels * row_blocks;
-    static thread_local Quantised quantised;
-    Quantised& numbers = quantised;  // the calling thread's, shared with its team
+    static thread_local Quantized quantized;
+    Quantized& numbers = quantized;  // the calling thread's, shared with its team
     numbers.resize(rows, blocks);
 #pragma omp parallel num_threads(std::max<int64_t>(1, std::min(threads, units)))
     {
@@ -197,7 +197,7 @@ void linear(const float* x, const char* panels, const float* bias, float* y, int
         for (int64_t row = 0; row < rows; row++)
             for (int64_t block = 0; block < blocks; block++) {
                 int64_t at = row * blocks + block, count = std::clamp<int64_t>(in - block * BLOCK, 0, BLOCK);
-                quantise(x + row * in + block * BLOCK, count, BLOCK, numbers.numbers.data() + at * BLOCK,
+                quantize(x + row * in + block * BLOCK, count, BLOCK, numbers.numbers.data() + at * BLOCK,
                          numbers.scales[at], numbers.sums[at]);
             }
         int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();

@@ -1,6 +1,6 @@
 """Linear layers with rounded weights: bfloat16, int8 rows, or the blocks of GGUF files.
 
-Each call quantises x to 8 bits too: GGUF formats with one scale per 32 numbers of a row, as llama.cpp does; int8 with
+Each call quantizes x to 8 bits too: GGUF formats with one scale per 32 numbers of a row, as llama.cpp does; int8 with
 one scale per row; bfloat16 keeps x. Without native kernels the rounded weights become float32 once, and x stays.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.ops.linear.blocks import dequantise
+from workers.ops.linear.blocks import dequantize
 from workers.ops.linear.dense import Linear
 from workers.ops.linear.panels import Panels
 from workers.ops.native.library import library
@@ -54,7 +54,7 @@ def int8_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 def block_linear(blocks: Tensor, columns: int, bias: Tensor | None, weight_format: str) -> PackedLinear:
     """For GGUF blocks [out, bytes] of a weight with `columns` columns. Deterministic."""
     if library() is None:
-        weight = dequantise(blocks, weight_format)[:, :columns]
+        weight = dequantize(blocks, weight_format)[:, :columns]
         return PackedLinear(weight_format, Linear(weight, bias, deterministic=True))
     return PackedLinear(weight_format, Panels(blocks, columns, bias, weight_format))
 
