@@ -22,7 +22,7 @@ from workers.engine.step import StepResult
 from workers.executor.opening import open_solo
 from workers.executor.rank import Rank
 from workers.model.folder import ModelFolder
-from workers.ops.completion import beside_steps_on, mark_on
+from workers.ops.completion import record_event_on, side_stream_on
 from workers.request import Request, SamplingParams
 from workers.server import WorkerServer
 
@@ -50,11 +50,11 @@ class SlowDevice:
     def __init__(self) -> None:
         self.waited_for: queue.Queue[Pending] = queue.Queue()
 
-    def mark(self) -> Pending:
+    def record_event(self) -> Pending:
         return Pending(self)
 
     def under(self, executor: Rank) -> Rank:
-        executor._pool = replace(executor._pool, mark=self.mark)
+        executor._pool = replace(executor._pool, record_event=self.record_event)
         return executor
 
     async def next_wait(self) -> Pending:
@@ -120,7 +120,7 @@ async def test_blocks_of_a_failed_read_are_not_free_before_they_are_zero(tiny: M
 
 
 def test_a_cpu_has_nothing_to_wait_for() -> None:
-    assert mark_on(torch.device("cpu"))() is None
+    assert record_event_on(torch.device("cpu"))() is None
 
 
 def test_a_gpus_mark_is_an_event_on_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_gpus_mark_is_an_event_on_the_stream_that_computes(monkeypatch: pytest
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    assert isinstance(mark_on(torch.device("cuda", 1))(), Event)
+    assert isinstance(record_event_on(torch.device("cuda", 1))(), Event)
     assert calls == [("made", True), ("recorded on", "the stream of cuda:1")]
 
 
@@ -162,11 +162,11 @@ def test_work_beside_the_steps_is_done_when_it_ends_also_by_an_error(monkeypatch
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: "its own")
     monkeypatch.setattr(torch.cuda, "stream", inside)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    beside = beside_steps_on(torch.device("cuda", 0))
-    with beside():
+    side_stream = side_stream_on(torch.device("cuda", 0))
+    with side_stream():
         assert current[-1] == "its own" and not calls
     assert calls == ["mark on its own", "wait"]
-    with pytest.raises(ValueError, match="half of it"), beside():
+    with pytest.raises(ValueError, match="half of it"), side_stream():
         raise ValueError("half of it is in the device's queue")
     assert calls == ["mark on its own", "wait"] * 2
 

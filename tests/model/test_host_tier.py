@@ -121,7 +121,7 @@ def test_every_block_of_a_plan_moves_to_its_place(draw: random.Random, dtype: st
     for source, target in copies:
         expected_blocks[target] = pool.blocks[source].cpu()
     pool.move(StepPlan(0, (), swap_out=swap_out, swap_in=swap_in, copies=copies))
-    wait(pool.mark())
+    wait(pool.record_event())
     assert torch.equal(pool.blocks.cpu().view(torch.uint8), expected_blocks.view(torch.uint8))
     assert torch.equal(pool.host.view(torch.uint8), expected_host.view(torch.uint8))
 

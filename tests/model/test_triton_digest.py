@@ -74,7 +74,7 @@ def pool_on_device(staging_bytes: int = 0) -> KVPool:
     """A pool whose bytes are reached as on a GPU."""
     pool = allocate_pool(LAYOUT, 8, DEVICE, staging_bytes=staging_bytes)
     pool.memory.random_(0, 256)
-    return replace(pool, region=replace(pool.region, device_bytes=DevicePool(pool.memory, pool.beside)))
+    return replace(pool, region=replace(pool.region, device_bytes=DevicePool(pool.memory, pool.side_stream)))
 
 
 def test_an_owner_digests_its_blocks_on_the_device() -> None:

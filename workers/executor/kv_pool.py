@@ -17,7 +17,7 @@ from kvtransfer.transport import Region
 from workers.engine.step import StepPlan
 from workers.errors import ModelError
 from workers.executor.kv_sizing import SPARE
-from workers.ops.completion import Beside, Mark, beside_steps_on, mark_on, wait
+from workers.ops.completion import RecordEvent, SideStream, record_event_on, side_stream_on, wait
 from workers.ops.memory import PAGES, pinned
 from workers.ops.narrow import from_slots, to_slots, torch_dtype
 
@@ -30,21 +30,21 @@ class KVPool:
     """`blocks` [block, kv_head, layer, k|v, slot, slot_size] and its `region` are the same memory.
 
     `host` [host block, ...] holds evicted prefixes; it is not in the region, so peers cannot read it.
-    `mark` gives an event for all writes so far: transfers read the memory outside the device's queue. What transfers
-    do with the memory runs `beside` the steps.
+    `record_event` gives an event for all writes so far: transfers read the memory outside the device's queue. What
+    transfers do with the memory runs on `side_stream`, beside the steps.
     """
 
     memory: Tensor  # [byte], all of the region
     blocks: Tensor
     region: Region
     host: Tensor
-    mark: Mark
-    beside: Beside
+    record_event: RecordEvent
+    side_stream: SideStream
 
     def move(self, plan: StepPlan) -> None:
         """Make the plan's copies, which come before its chunks: swap out, swap in, copy. No block is in two of them.
 
-        On a GPU they are done when the step's mark is, so the host's blocks too must stay as they are until then.
+        On a GPU they are done when the step's event is, so the host's blocks too must stay as they are until then.
         """
         for pairs, source, target in (
             (plan.swap_out, self.blocks, self.host),
@@ -61,7 +61,7 @@ class KVPool:
         """
         for block in blocks:
             self.blocks[block].zero_()
-        wait(self.mark())
+        wait(self.record_event())
 
     def place(self, offset: int, layout: KVLayout, blocks: tuple[int, ...], first_token: int, num_tokens: int) -> None:
         """Copy staged KV into the pool, in its dtype: see `kvtransfer.transport.Place`. Called on a thread of its own.
@@ -79,7 +79,7 @@ class KVPool:
         sources: Iterable[Tensor] = arrived
         at_once = _CONVERTED_BYTES[self.memory.device.type] // layout.block_bytes
         spans = spans_of(layout.block_size, ours.block_size, blocks, first_token, num_tokens)
-        with self.beside():
+        with self.side_stream():
             if not is_alike and at_once > 1:
                 sources, is_alike = _converted(arrived, self.blocks.dtype, at_once), True
             for source, parts in zip(sources, spans, strict=True):
@@ -139,18 +139,18 @@ def allocate_pool(
         )
     dtype = torch_dtype(layout.dtype)
     region = Region(layout, num_blocks, 0, None, staging_bytes=staging_bytes)
-    mark, beside = mark_on(device), beside_steps_on(device)
+    record_event, side_stream = record_event_on(device), side_stream_on(device)
     if device.type == "cpu":
         memory = PAGES.empty(region.num_bytes)
     else:
         from workers.executor.device_pool import DevicePool  # needs Triton
 
         memory = torch.zeros(region.num_bytes, dtype=torch.uint8, device=device)
-        wait(mark())  # before anything is written beside the steps
-        region = replace(region, device=f"cuda:{memory.device.index}", device_bytes=DevicePool(memory, beside))
+        wait(record_event())  # before anything is written beside the steps
+        region = replace(region, device=f"cuda:{memory.device.index}", device_bytes=DevicePool(memory, side_stream))
     region = replace(region, address=memory.data_ptr(), owner=memory)
     blocks = memory[: region.pool_bytes].view(dtype).view(num_blocks, *layout.shape)
-    return KVPool(memory, blocks, region, _host_memory(layout, host_blocks, device), mark, beside)
+    return KVPool(memory, blocks, region, _host_memory(layout, host_blocks, device), record_event, side_stream)
 
 
 def _host_memory(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:

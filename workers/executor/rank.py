@@ -263,7 +263,7 @@ def compute(
     lost = tuple(sorted(states.lost)) if states is not None else ()
     part.model.ticks += 1
     digests = _digests(pool, plan.digest_blocks)
-    wait(written or pool.mark())
+    wait(written or pool.record_event())
     return structs.replace(
         result,
         tokens=tuple([None if index in lost else token for index, token in enumerate(result.tokens)]),
@@ -313,7 +313,7 @@ def _forward(
         if pools:
             result = structs.replace(result, pooled=_pooled(hidden, len(draws), plan))
     if logits is not None:
-        written = pool.mark()  # has passed when the tokens are here; to wait for an event means to sleep
+        written = pool.record_event()  # has passed when the tokens are here; to wait for an event means to sleep
         tokens, logprobs = list(nothing.tokens), list(nothing.logprobs)
         found = masks.result(MASKS_TIMEOUT_S) if masks is not None else NO_MASKS
         allowed = {row: found.masks[chunk] for row, chunk in enumerate(chunks) if chunk in found.masks}
@@ -383,5 +383,5 @@ def _digests(pool: KVPool, blocks: tuple[tuple[int, int], ...]) -> tuple[bytes, 
     rows = [[(block, 0, slots)] for block, slots in blocks]
     whole = Piece(0, layout.heads, layout.layers)
     digests = cell_digests(pool.memory, layout, whole, rows).to("cpu", non_blocking=True)
-    wait(pool.mark())
+    wait(pool.record_event())
     return tuple(row.tobytes() for row in digests.numpy())

@@ -9,7 +9,7 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import Piece
 from kvtransfer.transport import Span
 from workers.executor.device_pool import DevicePool
-from workers.ops.completion import beside_steps_on
+from workers.ops.completion import side_stream_on
 from workers.ops.triton_digest import launch, table_of
 
 LARGE = KVLayout("8B", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")  # 2 MiB blocks
@@ -36,7 +36,7 @@ def _compare(layout: KVLayout, box: Piece, device: torch.device) -> int:
     rows: list[list[Span]] = [[(4, 0, size)], [(0, 0, size - 1)], [(5, 0, 1)]]
     rows += [[(1, 2, size - 2), (3, 0, 2)], [(2, size - 1, 1), (0, 0, size), (1, 0, 1)]]
     memory = torch.randint(0, 256, (BLOCKS * layout.block_bytes,), dtype=torch.uint8)
-    found = DevicePool(memory.to(device), beside_steps_on(device)).digests(0, layout, box, rows)
+    found = DevicePool(memory.to(device), side_stream_on(device)).digests(0, layout, box, rows)
     wanted = host_digests(memoryview(memory.numpy().data), layout, box, rows)
     if not np.array_equal(found, wanted):
         share = float((found == wanted).mean())
@@ -57,7 +57,7 @@ def _speed(device: torch.device, num_blocks: int, layout: KVLayout) -> dict[str,
         return seconds_of(lambda: launch(memory, table, digests, layout, whole), device)
 
     all_s, read_s = kernel_s(num_blocks), memory.nbytes / read_bytes_s(device, memory.nbytes)
-    pool = DevicePool(memory, beside_steps_on(device))
+    pool = DevicePool(memory, side_stream_on(device))
     return {
         "kernel_gb_s": memory.nbytes / all_s / 1e9,
         "share_of_read": read_s / all_s,

@@ -50,7 +50,7 @@ def _swaps(device: torch.device, layout: KVLayout, num_blocks: int) -> dict[str,
         pool.move(out)
         pool.memory.zero_()  # as the same step's chunks may do
         pool.move(back)
-        wait(pool.mark())
+        wait(pool.record_event())
         if not torch.equal(pool.memory, before):
             raise AssertionError(f"{name}: blocks came back with other bytes")
         for way, plan in (("out", out), ("in", back)):
@@ -75,7 +75,7 @@ def _conversions(device: torch.device, layout: KVLayout, num_blocks: int) -> dic
         for where in (torch.device("cpu"), device):
             pool = allocate_pool(ours, len(targets), where, staging_bytes=len(staged))
             pool.memory[pool.region.staging_offset :] = staged
-            wait(pool.mark())
+            wait(pool.record_event())
             pool.place(pool.region.staging_offset, owner, targets, 5, num_tokens)
             pools.append(pool)
         expected, found = (pool.blocks.view(torch.uint8).cpu() for pool in pools)
