@@ -67,9 +67,9 @@ def _doom(fate: Fate) -> None:
         case "join":
             before(rank_server, "_join")
         case "meet":
-            before(opening, "_meet")
+            before(opening._Loader, "load")
         case "load":
-            before(opening, "_load_shard")
+            before(opening._Loader, "_load")
         case "opened":
             before(rank.Rank, "shard")
         case "warm-up":
