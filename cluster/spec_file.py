@@ -14,6 +14,8 @@ from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role, SpecError
 from workers.config import ByteSize, EngineConfig
 from workers.costs import CostModel, LinearCost
 
+MAX_BYTES = 1 << 20  # YAML takes 10 s to read them
+MAX_VALUES = 100_000
 _POOL = re.compile(r"pools\[(\d+)\]")
 
 # Defaults of a cluster file (docs/decisions/0044-default-policies.md). The types themselves default to the
@@ -40,13 +42,14 @@ def laptop_spec() -> ClusterSpec:
 
 def load_spec(path: str | Path) -> ClusterSpec:
     """Read a YAML file. Raises `SpecError`."""
+    text = _text_of(path)
     try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror}); give the path of a cluster YAML file") from None
-    try:
-        document = yaml.safe_load(text)
         root = yaml.compose(text)
+        if _is_large(root):
+            raise SpecError(f"{path}: has more than {MAX_VALUES} values, with its aliases expanded; write less")
+        document = yaml.safe_load(text)
+    except RecursionError:
+        raise SpecError(f"{path}: is nested too deep; no key of a cluster file is") from None
     except yaml.YAMLError as error:
         raise SpecError(_not_yaml(str(path), error)) from None
     try:
@@ -54,6 +57,32 @@ def load_spec(path: str | Path) -> ClusterSpec:
         return parse_spec(document)
     except SpecError as error:
         raise SpecError(located(str(path), text, str(error))) from None
+
+
+def _text_of(path: str | Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise SpecError(f"{path}: has more than {MAX_BYTES >> 20} MiB; give the path of a cluster YAML file")
+        return raw.decode()
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror}); give the path of a cluster YAML file") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{path}: is not UTF-8 text; give the path of a cluster YAML file") from None
+
+
+def _is_large(root: yaml.Node | None) -> bool:
+    """Whether it has more than `MAX_VALUES` values. An alias that contains itself has infinitely many."""
+    nodes, count = [root], 0
+    while nodes and count <= MAX_VALUES:
+        node = nodes.pop()
+        count += 1
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            nodes += (value for _, value in node.value)
+    return count > MAX_VALUES
 
 
 def _not_yaml(path: str, error: yaml.YAMLError) -> str:

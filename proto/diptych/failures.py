@@ -48,6 +48,9 @@ def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
     if "larger than max" in details:
         rule = f"a request has at most {MAX_REQUEST_BYTES >> 20} MiB; send a shorter prompt, or a batch in parts"
         return DiptychError(failure.code().name, f"{details}: {rule}")
+    if details == "Deadline Exceeded":  # gRPC's own words: no answer came
+        message = f"{endpoint} did not answer in the time of this call; is it a gateway, and not overloaded?"
+        return DiptychError("DEADLINE_EXCEEDED", message)
     if failure.code() is not grpc.StatusCode.UNAVAILABLE:
         return DiptychError(failure.code().name, details)
     for pattern, words in HANDSHAKES:

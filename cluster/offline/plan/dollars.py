@@ -68,7 +68,7 @@ def parse_prices(texts: Iterable[str], kinds: Sequence[str]) -> dict[str, float]
             if equals:
                 found[name] = float(price)
             else:
-                listed = json.loads(Path(text).expanduser().read_text())
+                listed = dict(json.loads(Path(text).expanduser().read_text()))
                 found |= {kind: float(listed[kind]) for kind in kinds if kind in listed}
         except (OSError, ValueError, TypeError, AttributeError):
             raise PlanError(

@@ -124,3 +124,14 @@ async def test_health_watches_are_limited_and_leave_nothing(
                 watch.cancel()
             await asyncio.sleep(0.2)
         assert len(asyncio.all_tasks()) <= before
+
+
+async def test_an_endpoint_that_never_answers_is_named() -> None:
+    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(30.0)
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as listening:
+        endpoint = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        async with AsyncClient(endpoint) as client:
+            with pytest.raises(DiptychError, match=f"{endpoint} did not answer in the time of this call"):
+                await client.status(timeout_s=0.3)

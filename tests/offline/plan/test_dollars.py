@@ -42,5 +42,8 @@ def test_prices_come_from_words_or_a_file(tmp_path: Path) -> None:
     assert parse_prices([str(file), f"{H100}=2.5"], [L4, H100]) == {L4: 0.6, H100: 2.5}
     with pytest.raises(PlanError, match="--price is"):
         parse_prices([str(tmp_path / "none.json")], [L4])
+    file.write_text(json.dumps([1]))
+    with pytest.raises(PlanError, match="a JSON file of "):
+        parse_prices([str(file)], [L4])
     with pytest.raises(PlanError, match=f"h100, which is none of {L4}"):
         parse_prices(["h100=2"], [L4])
