@@ -22,7 +22,7 @@ from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.changes import at_rate, first, synthetic
 from cluster.offline.workload.lengths import LengthMix, LogNormal
 from cluster.offline.workload.load import load_workload
-from cluster.offline.workload.processes import Poisson
+from cluster.offline.workload.processes import poisson
 from workers.config import ParallelConfig
 
 MODEL, HARDWARE, PARALLEL = "llama-2-70b", "a100-80gb", ParallelConfig(tensor=8)
@@ -77,7 +77,7 @@ def load(case: SimulatorCase) -> Workload:
         whole = load_workload(str(trace))
         return at_rate(first(whole, count), rate) if count else whole
     lengths = LengthMix(((LogNormal(PROMPT_TOKENS, 0.8, 2, 8192), LogNormal(ANSWER_TOKENS, 1.0, 1, 1000)),))
-    return synthetic("random around the trace's medians", Poisson(rate), lengths, key="bench", seed=0, count=count)
+    return synthetic("random around the trace's medians", poisson(rate), lengths, key="bench", seed=0, count=count)
 
 
 def _trace() -> Path | None:

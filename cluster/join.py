@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 
-from cluster.control.keep_alive import KEEP_ALIVE_S, ORPHAN_AFTER_S
+from cluster.control.supervision import KEEP_ALIVE_S, ORPHAN_AFTER_S
 from cluster.frontend.context import ServerFactory
 from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.control.changes import ServerReport
 from cluster.control.client import ControllerCalls
-from cluster.control.gateway_manager import GatewayManager
-from cluster.control.keep_alive import ORPHAN_AFTER_S, KeepAlive
 from cluster.control.membership import Membership
 from cluster.control.pools import first_orders
 from cluster.control.scaling_loop import ScalingPolicy
-from cluster.control.supervised import Failures, supervised
+from cluster.control.supervision import ORPHAN_AFTER_S, Failures, GatewayManager, KeepAlive, supervised
 from cluster.frontend.auth import Guard
 from cluster.frontend.context import ClusterQueries, GatewayContext, Server, ServerFactory
 from cluster.runtime.interface import Runtime, ServiceHandle, WorkerOrder

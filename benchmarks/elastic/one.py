@@ -9,8 +9,7 @@ from typing import Any
 from benchmarks.elastic.scenarios import Scenario, ScenarioPhase
 from benchmarks.elastic.timeline import timeline
 from cluster.offline.scoring.figures import attainment, percentiles, slo_text
-from cluster.offline.scoring.latencies import latencies
-from cluster.offline.scoring.records import RequestOutcome, Run, Served
+from cluster.offline.scoring.records import RequestOutcome, Run, Served, latencies
 from workers.request import SLO
 
 

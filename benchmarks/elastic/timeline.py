@@ -4,8 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from benchmarks.elastic.scenarios import Scenario
-from cluster.offline.scoring.latencies import latencies
-from cluster.offline.scoring.records import Run
+from cluster.offline.scoring.records import Run, latencies
 
 BINS = 48
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.offline.workload.changes import synthetic
 from cluster.offline.workload.lengths import KINDS, LONG_ANSWER, LengthMix
-from cluster.offline.workload.processes import Burst, Poisson
+from cluster.offline.workload.processes import burst, poisson
 from workers.request import Request, SamplingParams
 
 FIRST_TOKEN, LAST_TOKEN = 1000, 40_000  # ordinary tokens of the measured model's vocabulary
@@ -43,7 +43,7 @@ class StudyRequest:
 
 def study_requests(mix: str, count: int, seed: int, rate: float | None) -> tuple[StudyRequest, ...]:
     """`count` requests, `rate` per second from time 0 on; rate None: all arrive at time 0."""
-    process = Burst() if rate is None else Poisson(rate)
+    process = burst() if rate is None else poisson(rate)
     made = synthetic(mix, process, LengthMix(MIXES[mix]), key=mix, seed=seed, count=count).arrivals
     return tuple(
         StudyRequest(f"{mix}-{seed}-{number}", each.at_s, each.prompt_tokens, each.output_tokens)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.address import client_options
-from cluster.cli.groups import GroupedCommand, seconds
+from cluster.cli.options import GroupedCommand, client_options, seconds
 from diptych.access import Access
 from diptych.view import Role
 

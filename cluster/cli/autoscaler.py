@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.address import reloading_client_options
-from cluster.cli.groups import FOLDER, GroupedCommand, seconds
 from cluster.cli.lifetime import run
+from cluster.cli.options import FOLDER, GroupedCommand, reloading_client_options, seconds
 from diptych.access import Access
 
 if TYPE_CHECKING:

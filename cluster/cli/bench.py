@@ -5,8 +5,16 @@ from typing import Any
 
 import click
 
-from cluster.cli.address import access_options, connection, endpoint_option
-from cluster.cli.groups import FOLDER, SHARE, GroupedCommand, grouped, seconds
+from cluster.cli.options import (
+    FOLDER,
+    SHARE,
+    GroupedCommand,
+    access_options,
+    connection,
+    endpoint_option,
+    grouped,
+    seconds,
+)
 
 workload = grouped("Load")
 goodput = grouped("SLO and goodput")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from cluster.cli.address import client_options
-from cluster.cli.groups import JSON, GroupedCommand, seconds
+from cluster.cli.options import JSON, GroupedCommand, client_options, seconds
 from cluster.cli.screen import console, plain_table, print_json, progress_bar
 from cluster.cli.tiers import tier_problems, tiers_table
 from diptych.access import Access

@@ -7,9 +7,9 @@ import click
 import msgspec
 
 from cluster.cli.generate import show
-from cluster.cli.groups import JSON, GroupedCommand
 from cluster.cli.launch import private
 from cluster.cli.lifetime import run, running_cluster
+from cluster.cli.options import JSON, GroupedCommand
 from cluster.cli.screen import answer_json, console, print_json, print_report, say
 from cluster.cli.serve import check_pools
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.options import GroupedCommand
 from cluster.cli.screen import print_json, size
 
 if TYPE_CHECKING:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.address import gateway_file_options
-from cluster.cli.groups import PORT, GroupedCommand, seconds
 from cluster.cli.launch import with_available_http, with_gateway
 from cluster.cli.lifetime import GONE, GRACE, Interrupts, closing_line, run
 from cluster.cli.local_servers import announced
+from cluster.cli.options import PORT, GroupedCommand, gateway_file_options, seconds
 
 if TYPE_CHECKING:
     from cluster.join import JoinedGateway

@@ -8,8 +8,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.address import client_options
-from cluster.cli.groups import GroupedCommand, grouped, seconds
+from cluster.cli.options import GroupedCommand, client_options, grouped, seconds
 from cluster.cli.screen import answer_json, console, print_json, print_report, queued_line, say
 from diptych.access import Access
 from diptych.errors import DiptychError

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 import click
 
-from cluster.cli.groups import JSON, GroupedCommand, seconds
+from cluster.cli.options import JSON, GroupedCommand, seconds
 from cluster.cli.screen import print_json
 
 RECHECK_S = 5.0  # interval of reading Ray's table while the membership does not change

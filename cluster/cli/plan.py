@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.address import access_options
 from cluster.cli.comparison import positive_slo
-from cluster.cli.groups import FILE, JSON, KV_LINK, SHARE, GroupedCommand, grouped
+from cluster.cli.options import FILE, JSON, KV_LINK, SHARE, GroupedCommand, access_options, grouped
 from cluster.cli.screen import print_json, print_lines, say
 from cluster.cli.search import INTERRUPTED, SearchProgress, cut_short, search
 from cluster.cli.trace import duration

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.address import client_options
-from cluster.cli.groups import FILE, GroupedCommand
 from cluster.cli.launch import private
 from cluster.cli.lifetime import run, running_cluster
+from cluster.cli.options import FILE, GroupedCommand, client_options
 from cluster.cli.screen import console, progress_bar, say
 from cluster.cli.serve import check_pools
 from diptych.access import Access

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.address import gateway_file_options
-from cluster.cli.groups import PORT, GroupedCommand, grouped, seconds
 from cluster.cli.launch import (
     Sizes,
     check_servers,
@@ -18,6 +16,7 @@ from cluster.cli.launch import (
 )
 from cluster.cli.lifetime import GONE, GRACE, run, running_cluster
 from cluster.cli.local_servers import announced
+from cluster.cli.options import PORT, GroupedCommand, gateway_file_options, grouped, seconds
 from cluster.cli.screen import progress_bar
 
 if TYPE_CHECKING:

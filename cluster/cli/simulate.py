@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.comparison import positive_slo, print_comparison, write_report
-from cluster.cli.groups import FILE, FOLDER, KV_LINK, SHARE, GroupedCommand, grouped
+from cluster.cli.options import FILE, FOLDER, KV_LINK, SHARE, GroupedCommand, grouped
 from cluster.cli.screen import progress_bar
 from cluster.cli.search import cores
 

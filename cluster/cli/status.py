@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cluster.cli.address import client_options
-from cluster.cli.groups import JSON, GroupedCommand, seconds
+from cluster.cli.options import JSON, GroupedCommand, client_options, seconds
 from cluster.cli.screen import (
     console,
     decision_json,

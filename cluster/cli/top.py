@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.address import client_options
-from cluster.cli.groups import GroupedCommand, seconds
 from cluster.cli.lifetime import run
+from cluster.cli.options import GroupedCommand, client_options, seconds
 from cluster.cli.screen import console
 from diptych.access import Access
 from diptych.errors import DiptychError

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.address import access_options, endpoint_option
-from cluster.cli.groups import FILE, GroupedCommand
+from cluster.cli.options import FILE, GroupedCommand, access_options, endpoint_option
 from cluster.cli.screen import say
 from diptych.access import Access
 

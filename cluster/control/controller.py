@@ -32,7 +32,7 @@ from cluster.control.pools import (
 from cluster.control.preflight import Preflight
 from cluster.control.replicas import ReplicaContext, ReplicaManager, order_of
 from cluster.control.scaling_loop import ScalingLoop, ScalingPolicy
-from cluster.control.supervised import Failures, supervised
+from cluster.control.supervision import Failures, supervised
 from cluster.policy.policy import open_policy
 from cluster.policy.scaling.load_report import LoadReport
 from cluster.runtime.interface import Runtime

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cluster.control.changes import ChangeError
-from cluster.control.supervised import Failures, supervised
+from cluster.control.supervision import Failures, supervised
 from cluster.policy.scaling.load_report import LoadReport
 from cluster.spec import Role
 from diptych.view import ClusterView, Decision, DecisionRecord, WorkerState

@@ -17,7 +17,7 @@ from msgspec import structs
 from cluster.control.client import ControllerCalls
 from cluster.control.membership import Member, Membership
 from cluster.control.replicas import CRASH_LOOP, REMOVED
-from cluster.control.supervised import Failures, supervised
+from cluster.control.supervision import Failures, supervised
 from cluster.dispatch.capacity import ServingCapacity, serving_capacity, sized
 from cluster.dispatch.kv_event_reader import KVEventReader
 from cluster.dispatch.worker_client import WorkerClient

@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
-from cluster.control.supervised import Failures, supervised
+from cluster.control.supervision import Failures, supervised
 from cluster.policy.scaling.migrations import MigrationPlanner, Move
 from cluster.policy.scaling.requeue import Requeue
 from diptych.view import ClusterView

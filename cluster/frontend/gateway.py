@@ -24,9 +24,8 @@ from functools import partial
 from typing import Any
 
 from cluster.events import ClusterError, DeadlineExceeded, Delta, Event, Rejected, Unservable
-from cluster.frontend.context import GatewayContext
+from cluster.frontend.context import GatewayContext, adapter_named, resolve
 from cluster.frontend.embedding import PromptEmbedding, pooling_of
-from cluster.frontend.models import adapter_named, resolve
 from cluster.frontend.output_collector import RequestOutputCollector, SendDelta
 from cluster.frontend.parallel_sampling import ChildRequest, child_requests, emit_ranked, merged_end
 from cluster.frontend.preprocessing import LARGE_BYTES, Preprocessing

@@ -3,9 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
-from cluster.frontend.context import GatewayContext
+from cluster.frontend.context import GatewayContext, adapter_named, resolve
 from cluster.frontend.gateway import Gateway
-from cluster.frontend.models import adapter_named, resolve
 from cluster.observe.metrics.gateway import Responses
 from cluster.spec import ClusterSpec
 from diptych.view import ClusterView

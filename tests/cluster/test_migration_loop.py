@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.control.supervised import Failures
+from cluster.control.supervision import Failures
 from cluster.dispatch.migration_loop import MigrationLoop
 from cluster.policy.scaling.migrations import Move
 from diptych.view import ClusterView

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.control.scaling_loop import MAX_ENTRIES, ClusterOperator, ScalingLoop
-from cluster.control.supervised import Failures
+from cluster.control.supervision import Failures
 from cluster.offline.sim.clock import run
 from cluster.policy.scaling.load_report import LoadReport
 from cluster.runtime.interface import WorkerHandle, WorkerOrder

@@ -9,9 +9,16 @@ from typing import Any, Never
 import pytest
 
 from cluster.cli.screen import problem_lines
-from cluster.control.gateway_manager import ANSWER_S, HUNG_S, POLL_S
-from cluster.control.keep_alive import CONTROLLER_HUNG_S, ORPHAN_AFTER_S
-from cluster.control.supervised import MAX_PAUSE_S, Failures, supervised
+from cluster.control.supervision import (
+    ANSWER_S,
+    CONTROLLER_HUNG_S,
+    HUNG_S,
+    MAX_PAUSE_S,
+    ORPHAN_AFTER_S,
+    POLL_S,
+    Failures,
+    supervised,
+)
 from cluster.events import Completed
 from cluster.frontend.context import GatewayContext
 from cluster.offline.sim.clock import run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.frontend.models import UnknownModel, resolve
+from cluster.frontend.context import UnknownModel, resolve
 
 
 def test_a_request_may_leave_out_the_only_model() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.cli.address import FILES
+from cluster.cli.options import FILES
 from tests.cli.commands import command_of
 from tests.helm.chart import CHART, TOKEN, Object, of_kind, pods, refusal, rendered, values
 from tests.helm.programs import run

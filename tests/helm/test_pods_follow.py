@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.cli.address import _access
+from cluster.cli.options import _access
 from cluster.control.autoscaler import loop
 from cluster.control.autoscaler.kubernetes import ApiServer, ScaleError, api_server
 from cluster.control.autoscaler.loop import Autoscaler, probed

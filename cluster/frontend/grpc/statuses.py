@@ -16,9 +16,9 @@ from google.rpc import error_details_pb2, status_pb2
 from cluster.control.changes import ChangeRefused, ControllerUnavailable, StaleRevision, UnknownMember
 from cluster.events import AttemptsExhausted, DeadlineExceeded, NotComputable, Rejected, Unservable
 from cluster.frontend.auth import KeyRefused, TenantRefused
+from cluster.frontend.context import UnknownModel
 from cluster.frontend.gateway import DuplicateRequest, GatewayClosed, RequestCancelled
 from cluster.frontend.grpc.sender import OutputNotTaken
-from cluster.frontend.models import UnknownModel
 from diptych.codec import duration_of
 from workers.errors import InvalidRequest
 from workers.log_fields import log_fields

@@ -24,7 +24,7 @@ from cluster.frontend.http.middleware import NAME, ROUTES
 from cluster.frontend.http.model_routes import ModelRoutes
 from cluster.frontend.http.openapi import route_options
 from cluster.frontend.http.preprocess import read_model
-from cluster.frontend.http.response_store import ResponseStore
+from cluster.frontend.http.responses_body import ResponseStore
 from cluster.frontend.http.ui.routes import add_ui
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.served_models import ServedModels

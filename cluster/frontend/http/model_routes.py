@@ -36,8 +36,7 @@ from cluster.frontend.http.preprocess import (
     tokenize,
 )
 from cluster.frontend.http.reply import MAX_CONCURRENT_PROMPTS, ParsedRequest, Reply, of_prompt
-from cluster.frontend.http.response_store import History, ResponseStore, size_of
-from cluster.frontend.http.responses_body import ResponsesBody
+from cluster.frontend.http.responses_body import History, ResponsesBody, ResponseStore, size_of
 from cluster.frontend.http.responses_wire import ResponsesWire
 from cluster.frontend.http.wire import Wire
 from cluster.frontend.preprocessing import LARGE_BYTES

@@ -20,8 +20,7 @@ from cluster.frontend.http.bodies import (
 from cluster.frontend.http.chat_body import Item, TokenizeBody
 from cluster.frontend.http.embeddings import EmbeddingsBody
 from cluster.frontend.http.messages_body import MessagesBody
-from cluster.frontend.http.response_store import History
-from cluster.frontend.http.responses_body import ResponsesBody
+from cluster.frontend.http.responses_body import History, ResponsesBody
 from cluster.frontend.text import (
     EncodedPrompt,
     PromptBounds,

@@ -27,8 +27,7 @@ from cluster.offline.report.style import (
 from cluster.offline.report.table import SystemResult, unit_of
 from cluster.offline.scoring.figures import Figures, Percentiles, attainment, slo_text
 from cluster.offline.scoring.goodput import Goodput
-from cluster.offline.scoring.latencies import latencies
-from cluster.offline.scoring.records import Run, Served
+from cluster.offline.scoring.records import Run, Served, latencies
 from workers.request import SLO
 
 LINES = {"p50": "-", "p90": "--", "p99": ":"}

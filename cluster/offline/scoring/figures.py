@@ -10,12 +10,20 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from cluster.observe.ledger import PHASES
-from cluster.offline.scoring.latencies import Latencies, gaps, latencies, worst_mean_s
-from cluster.offline.scoring.records import RequestOutcome, Run, Served, WorkerRecord
+from cluster.offline.scoring.records import (
+    Latencies,
+    RequestOutcome,
+    Run,
+    Served,
+    WorkerRecord,
+    gaps,
+    latencies,
+    worst_mean_s,
+)
 from workers.request import SLO
 
 if TYPE_CHECKING:
-    from cluster.offline.scoring.latencies import Floats
+    from cluster.offline.scoring.records import Floats
 
 UNITS = {"virtual": "GPU"}  # what `Figures.gpus` counts, by clock; any other clock counts ranks
 

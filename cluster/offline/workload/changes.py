@@ -14,7 +14,7 @@ from statistics import median
 
 from cluster.offline.workload.arrivals import MAX_REQUESTS, Arrival, Workload, WorkloadError
 from cluster.offline.workload.lengths import Lengths, Resampled
-from cluster.offline.workload.processes import Poisson, Process
+from cluster.offline.workload.processes import Process, poisson
 
 _IDS_BITS = 40  # of prefix blocks in one workload
 TURNS_PER_SEED = 1024
@@ -35,7 +35,7 @@ def synthetic(
     `key` and `seed` seed the draws: equal ones give the same lengths in the same order at every rate.
     """
     source, gaps = random.Random(f"{key}, lengths, {seed}"), random.Random(f"{key}, gaps, {seed}")
-    times = process.times(gaps)
+    times = process(gaps)
     if duration_s is not None:
         end_s = duration_s
         times = takewhile(lambda at_s: at_s < end_s, times)
@@ -67,17 +67,17 @@ def _divided(workload: Workload, factor: float, note: str) -> Workload:
     return workload.with_note([replace(each, at_s=each.at_s / factor) for each in workload.arrivals], note)
 
 
-def redrawn(workload: Workload, process: Process, seed: int) -> Workload:
-    """The same requests in the same order at generated times, as in the Splitwise study."""
-    times = process.times(random.Random(f"{workload.name}, gaps, {seed}"))
+def redrawn(workload: Workload, rate: float, seed: int) -> Workload:
+    """The same requests in the same order at Poisson times, as in the Splitwise study."""
+    times = poisson(rate)(random.Random(f"{workload.name}, gaps, {seed}"))
     moved = [replace(each, at_s=at_s) for each, at_s in zip(workload.arrivals, times, strict=False)]
-    return workload.with_note(moved, f"arrivals generated again: {process}")
+    return workload.with_note(moved, f"arrivals generated again: Poisson at {rate:g}/s")
 
 
 def resampled(workload: Workload, count: int, rate: float, seed: int) -> Workload:
     """`count` requests with lengths drawn from this workload's, Poisson at `rate`. They share no prefixes."""
     lengths = Resampled.of(workload.arrivals)
-    sample = synthetic(workload.name, Poisson(rate), lengths, key=workload.name, seed=seed, count=count)
+    sample = synthetic(workload.name, poisson(rate), lengths, key=workload.name, seed=seed, count=count)
     return workload.with_note(sample.arrivals, f"{count} requests with lengths drawn from it, Poisson at {rate:g}/s")
 
 

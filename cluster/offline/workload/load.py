@@ -14,7 +14,7 @@ from cluster.offline.workload.arrivals import MAX_REQUESTS, MAX_TOKENS, Arrival,
 from cluster.offline.workload.changes import WorkloadPhase
 from cluster.offline.workload.lengths import MIXES, Lengths, Resampled, parse_lengths
 from cluster.offline.workload.options import FOR_ALL_PROCESSES, FOR_TRACES, WorkloadOptions, parse_options, split
-from cluster.offline.workload.processes import Burst, Constant, Day, Gamma, OnOff, Poisson, Process, Weibull
+from cluster.offline.workload.processes import Process, burst, constant, day, gamma, on_off, poisson, weibull
 from cluster.offline.workload.streams import opened
 from cluster.offline.workload.traces import TraceRow, read
 
@@ -23,13 +23,13 @@ _SEED_STRIDE = 1_000_003  # so that phases of one seed do not reuse another seed
 
 # name -> process, and option -> parameter
 _PROCESSES: dict[str, tuple[Callable[..., Process], dict[str, str]]] = {
-    "poisson": (Poisson, {}),
-    "gamma": (Gamma, {"cv": "cv"}),
-    "weibull": (Weibull, {"shape": "shape"}),
-    "onoff": (OnOff, {"on": "on_s", "off": "off_s"}),
-    "day": (Day, {"swing": "swing", "period": "period_s"}),
-    "constant": (Constant, {}),
-    "burst": (lambda _: Burst(), {}),
+    "poisson": (poisson, {}),
+    "gamma": (gamma, {"cv": "cv"}),
+    "weibull": (weibull, {"shape": "shape"}),
+    "onoff": (on_off, {"on": "on_s", "off": "off_s"}),
+    "day": (day, {"swing": "swing", "period": "period_s"}),
+    "constant": (constant, {}),
+    "burst": (burst, {}),
 }
 _LARGEST_ID = 2**64 - 1  # of a prefix block
 _LONGEST_TICK_S = 60.0
@@ -161,7 +161,7 @@ def _retimed(workload: Workload, rate: float | None, seed: int) -> Workload:
         return workload
     if rate is None:
         raise WorkloadError(f"{workload.name}: all its requests have one time, or none; add a rate, such as rate=4")
-    return changes.redrawn(workload, Poisson(rate), seed)
+    return changes.redrawn(workload, rate, seed)
 
 
 def collect(path: Path, options: WorkloadOptions, seed: int) -> Workload:

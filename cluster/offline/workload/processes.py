@@ -9,15 +9,9 @@ AlpaServe (Li et al., 2023); Weibull gaps as in BurstGPT (Wang et al., 2024); a 
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import count, repeat
-from typing import Protocol
 
-
-class Process(Protocol):
-    """Arrival times; `times` never ends."""
-
-    def times(self, source: random.Random) -> Iterator[float]: ...
+Process = Callable[[random.Random], Iterator[float]]  # the times never end
 
 
 def _summed(gap: Callable[[], float]) -> Iterator[float]:
@@ -27,84 +21,52 @@ def _summed(gap: Callable[[], float]) -> Iterator[float]:
         at_s += gap()
 
 
-@dataclass(frozen=True, slots=True)
-class Poisson:
+def poisson(rate: float) -> Process:
     """Independent arrivals: exponential gaps."""
-
-    rate: float
-
-    def times(self, source: random.Random) -> Iterator[float]:
-        return _summed(lambda: source.expovariate(self.rate))
+    return lambda source: _summed(lambda: source.expovariate(rate))
 
 
-@dataclass(frozen=True, slots=True)
-class Gamma:
+def gamma(rate: float, cv: float = 2.0) -> Process:
     """Gamma gaps with this coefficient of variation: 1 is Poisson, more is burstier, less is more regular."""
-
-    rate: float
-    cv: float = 2.0
-
-    def times(self, source: random.Random) -> Iterator[float]:
-        shape = 1.0 / (self.cv * self.cv)
-        scale = 1.0 / (self.rate * shape)
-        return _summed(lambda: source.gammavariate(shape, scale))
+    shape = 1.0 / (cv * cv)
+    return lambda source: _summed(lambda: source.gammavariate(shape, 1.0 / (rate * shape)))
 
 
-@dataclass(frozen=True, slots=True)
-class Weibull:
+def weibull(rate: float, shape: float = 0.5) -> Process:
     """Weibull gaps: shape 1 is Poisson, below 1 is burstier with a heavy tail, above 1 more regular."""
-
-    rate: float
-    shape: float = 0.5
-
-    def times(self, source: random.Random) -> Iterator[float]:
-        scale = 1.0 / (self.rate * math.gamma(1.0 + 1.0 / self.shape))
-        return _summed(lambda: source.weibullvariate(scale, self.shape))
+    scale = 1.0 / (rate * math.gamma(1.0 + 1.0 / shape))
+    return lambda source: _summed(lambda: source.weibullvariate(scale, shape))
 
 
-@dataclass(frozen=True, slots=True)
-class OnOff:
+def on_off(rate: float, on_s: float = 60.0, off_s: float = 60.0) -> Process:
     """Poisson for `on_s` seconds, silent for `off_s`, and again. `rate` is the mean over both."""
+    cycle_s = on_s + off_s
 
-    rate: float
-    on_s: float = 60.0
-    off_s: float = 60.0
-
-    def times(self, source: random.Random) -> Iterator[float]:
-        cycle_s = self.on_s + self.off_s
-        for at_s in Poisson(self.rate * cycle_s / self.on_s).times(source):
-            cycles, within_s = divmod(at_s, self.on_s)
+    def times(source: random.Random) -> Iterator[float]:
+        for at_s in poisson(rate * cycle_s / on_s)(source):
+            cycles, within_s = divmod(at_s, on_s)
             yield cycles * cycle_s + within_s
 
+    return times
 
-@dataclass(frozen=True, slots=True)
-class Day:
+
+def day(rate: float, swing: float = 0.5, period_s: float = 86_400.0) -> Process:
     """The rate swings as a sine over `period_s`, by `swing` (0 to 1) of its mean up and down, rising first."""
+    highest = 1.0 + swing
 
-    rate: float
-    swing: float = 0.5
-    period_s: float = 86_400.0
-
-    def times(self, source: random.Random) -> Iterator[float]:
-        highest = 1.0 + self.swing
-        for at_s in Poisson(self.rate * highest).times(source):
-            if source.random() * highest < 1.0 + self.swing * math.sin(2.0 * math.pi * at_s / self.period_s):
+    def times(source: random.Random) -> Iterator[float]:
+        for at_s in poisson(rate * highest)(source):
+            if source.random() * highest < 1.0 + swing * math.sin(2.0 * math.pi * at_s / period_s):
                 yield at_s
 
+    return times
 
-@dataclass(frozen=True, slots=True)
-class Constant:
+
+def constant(rate: float) -> Process:
     """Equal gaps."""
-
-    rate: float
-
-    def times(self, source: random.Random) -> Iterator[float]:
-        return (number / self.rate for number in count())
+    return lambda _: (number / rate for number in count())
 
 
-@dataclass(frozen=True, slots=True)
-class Burst:
-    """All at once, at time 0."""
-
-    def times(self, source: random.Random) -> Iterator[float]:
-        return repeat(0.0)
+def burst(_: None = None) -> Process:
+    """All at once, at time 0; has no rate."""
+    return lambda _: repeat(0.0)

@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from cluster.frontend.http.response_store import ResponseStore
+from cluster.frontend.http.responses_body import ResponseStore
 from tests.frontend.grpc.fake import FakeDispatcher, renewed
 from tests.frontend.http.opened import Clients
 from tests.frontend.http.test_tool_calls import ANSWER

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from cluster.frontend.tools.answer import AnswerDelta
-from cluster.frontend.tools.call_grammar import answer_grammar
+from cluster.frontend.tools.answer_plan import answer_grammar
 from cluster.frontend.tools.formats import CALLS, REASONING, AnswerFormat, AnswerParser
 from tests.model.tiny import write_tiny_tokenizer
 from workers.errors import InvalidRequest

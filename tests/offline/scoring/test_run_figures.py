@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.offline.scoring.figures import DEFINITIONS, Attainment, attainment, figures, percentiles, slo_text
-from cluster.offline.scoring.latencies import worst_mean_s
-from cluster.offline.scoring.records import RequestOutcome, Run, Served, WorkerRecord
+from cluster.offline.scoring.records import RequestOutcome, Run, Served, WorkerRecord, worst_mean_s
 from tests.offline.scoring.made import refused, served, split_run, steady
 from workers.request import SLO
 

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from cluster.offline.workload import changes
 from cluster.offline.workload.arrivals import Arrival, Workload, WorkloadError
 from cluster.offline.workload.changes import WorkloadPhase
-from cluster.offline.workload.processes import Poisson
 from tests.offline.workload.summary import prefix_reuse, summary
 
 TOKENS = st.integers(1, 2000)
@@ -67,9 +66,9 @@ def test_clipped_requests_fit(workload: Workload, context: int) -> None:
 
 @given(workloads(), st.integers(0, 3))
 def test_redrawn_arrivals_keep_requests_and_a_seed_repeats_them(workload: Workload, seed: int) -> None:
-    found = changes.redrawn(workload, Poisson(2.0), seed)
+    found = changes.redrawn(workload, 2.0, seed)
     assert bodies(found) == bodies(workload)
-    assert found == changes.redrawn(workload, Poisson(2.0), seed)
+    assert found == changes.redrawn(workload, 2.0, seed)
 
 
 @given(workloads(), st.integers(1, 50))

@@ -1,4 +1,4 @@
-"""Options for a gateway's address, TLS and API keys, on the client and on the server side.
+"""Options that several commands have, in groups for `--help`: kinds of values, a gateway's address, TLS and API keys.
 
 A key is never an argument, because the shell's history and the process list would show it.
 """
@@ -6,18 +6,71 @@ A key is never an argument, because the shell's history and the process list wou
 import os
 from collections.abc import Callable
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import click
 
-from cluster.cli.groups import grouped
 from cluster.cli.local_servers import last_endpoint
 from diptych.access import Access
 
 DEFAULT = "[default: $DIPTYCH_ENDPOINT, else the last server started on this machine, else 127.0.0.1:50051]"
 
+GENERAL = "Options"
+FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
+PORT = click.IntRange(0, 65535)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+SHARE = click.FloatRange(0.0, 1.0, min_open=True)
+KV_LINK = click.Choice(("inter-node", "intra-node"))
+
+
+class GroupedOption(click.Option):
+    """An option that `--help` lists under `group`."""
+
+    def __init__(self, *args: Any, group: str = GENERAL, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.group = group
+
+
+class GroupedCommand(click.Command):
+    """Lists options under their groups' headings, in the order of first use."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
+                groups.setdefault(getattr(parameter, "group", GENERAL), []).append(record)
+        rest = groups.pop(GENERAL, None)
+        for name, records in [*groups.items(), *([(GENERAL, rest)] if rest else [])]:
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+def grouped(group: str) -> Callable[..., Callable[..., Any]]:
+    """`click.option` for options of this group."""
+
+    def option(*args: Any, **options: Any) -> Callable[..., Any]:
+        return click.option(*args, cls=GroupedOption, group=group, **options)
+
+    return option
+
+
 connection = grouped("Connection")
 security = grouped("Security")
+
+
+def seconds(
+    name: str,
+    text: str,
+    default: float | None = None,
+    *,
+    least: float | None = None,
+    option: Callable[..., Callable[..., Any]] = click.option,
+) -> Callable[..., Any]:
+    """An option `--NAME` in seconds, which the command gets as `NAME_s`: above 0, or from `least` on."""
+    parameter, kind = f"{name.removeprefix('--')}_s", click.FloatRange(min=least or 0.0, min_open=least is None)
+    return option(name, parameter, type=kind, default=default, metavar="SECONDS", help=text)
 
 
 def endpoint_option(text: str, *, several: bool = False) -> Callable[..., Any]:
@@ -31,14 +84,14 @@ def endpoint_option(text: str, *, several: bool = False) -> Callable[..., Any]:
 
 
 ENDPOINT = endpoint_option("Gateway to talk to: HOST:PORT, or grpcs://HOST:PORT for TLS.")
-FILE = click.Path(exists=True, dir_okay=False)
+PEM_FILE = click.Path(exists=True, dir_okay=False)
 ACCESS = (
-    connection("--ca", type=FILE, envvar="DIPTYCH_CA", help="CA certificates (PEM) to verify the gateway with."),
-    connection("--cert", type=FILE, envvar="DIPTYCH_CERT", help="Client certificate (PEM)."),
-    connection("--cert-key", type=FILE, envvar="DIPTYCH_CERT_KEY", help="Private key of --cert."),
+    connection("--ca", type=PEM_FILE, envvar="DIPTYCH_CA", help="CA certificates (PEM) to verify the gateway with."),
+    connection("--cert", type=PEM_FILE, envvar="DIPTYCH_CERT", help="Client certificate (PEM)."),
+    connection("--cert-key", type=PEM_FILE, envvar="DIPTYCH_CERT_KEY", help="Private key of --cert."),
     connection(
         "--key-file",
-        type=FILE,
+        type=PEM_FILE,
         envvar="DIPTYCH_KEY_FILE",
         help="File whose first line is the API key. [default: the key in $DIPTYCH_API_KEY]",
     ),
