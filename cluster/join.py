@@ -7,6 +7,7 @@ may be different. Knows no runtime; the caller finds the controller.
 import asyncio
 import contextlib
 import logging
+from dataclasses import dataclass
 
 from cluster.control.supervision import KEEP_ALIVE_S, ORPHAN_AFTER_S
 from cluster.frontend.context import ServerFactory
@@ -23,14 +24,14 @@ POLL_S = 5.0
 SpecAndModels = tuple[ClusterSpec, tuple[ModelView, ...]]
 
 
+@dataclass(frozen=True, slots=True)
 class JoinedGateway:
-    """Owned by the caller of `join`."""
+    """Owned by the caller of `join`, who closes its `service`."""
 
-    def __init__(self, service: GatewayService, controller: ServiceHandle, endpoint: str, http_url: str) -> None:
-        self.endpoint = endpoint
-        self.http_url = http_url
-        self._service = service
-        self._controller = controller
+    service: GatewayService
+    controller: ServiceHandle
+    endpoint: str
+    http_url: str
 
     async def wait_orphaned(self) -> None:
         """Wait until the controller is lost for good. A restarted controller answers again in time."""
@@ -38,7 +39,7 @@ class JoinedGateway:
             async with patient_timeout(ORPHAN_AFTER_S) as silence:
                 while True:
                     try:
-                        await self._controller.call("spec_and_models", 0.0)
+                        await self.controller.call("spec_and_models", 0.0)
                         silence.reset()
                     except WorkerGone as error:
                         logger.debug("the controller does not answer: %s", error)
@@ -46,14 +47,6 @@ class JoinedGateway:
                         logger.exception("the controller failed")
                         silence.reset()
                     await asyncio.sleep(KEEP_ALIVE_S)
-
-    async def close(self, grace_s: float) -> None:
-        """Refuse new requests, give running ones `grace_s` to finish, then cancel them."""
-        await self._service.close(grace_s)
-
-    async def cut(self) -> None:
-        """Cancel the requests that `close` still waits for."""
-        await self._service.cut()
 
 
 async def spec_and_models(controller: ServiceHandle, timeout_s: float) -> SpecAndModels:

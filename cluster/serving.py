@@ -26,7 +26,7 @@ from cluster.frontend.context import ClusterQueries, GatewayContext, Server, Ser
 from cluster.runtime.interface import Runtime, ServiceHandle, WorkerOrder
 from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
 from cluster.spec import ClusterSpec
-from diptych.view import Adapter, ClusterView, ModelView, WorkerState, WorkerView
+from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
 
 if TYPE_CHECKING:
     from cluster.control.controller import Controller
@@ -156,20 +156,6 @@ class GatewayService:
             await spans.close()
 
 
-def _adapters(spec: ClusterSpec) -> tuple[Adapter, ...]:
-    """Those of the specification. Raises `SpecError`."""
-    from cluster.precheck import read_adapters
-
-    return read_adapters(spec)
-
-
-def _sized(spec: ClusterSpec) -> ClusterSpec:
-    """As `with_block_sizes`."""
-    from cluster.precheck import with_block_sizes
-
-    return with_block_sizes(spec)
-
-
 async def _spans(spec: ClusterSpec, gateway: str) -> "Spans | None":
     """Imports OpenTelemetry only if spans are sent, because that takes half a second."""
     if spec.tracing.otlp_endpoint is None:
@@ -245,8 +231,11 @@ class Serving:
         self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, restart, self._failures)
         self._preparing = asyncio.create_task(self._prepare())
         models = await self._ready(progress)
-        for adapter in await asyncio.to_thread(_adapters, spec) if spec.adapters else ():
-            await self._controller.call("load_adapter", adapter)
+        if spec.adapters:
+            from cluster.precheck import read_adapters
+
+            for adapter in await asyncio.to_thread(read_adapters, spec):
+                await self._controller.call("load_adapter", adapter)
         await self._preparing
         for index, gateway in enumerate(self._gateways):
             port, http_port = spec.gateway.grpc_port, spec.gateway.http_port
@@ -384,7 +373,9 @@ async def serve(
     later (`cluster.join`). Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """
     if spec.loads_models:
-        spec = await asyncio.to_thread(_sized, spec)
+        from cluster.precheck import with_block_sizes
+
+        spec = await asyncio.to_thread(with_block_sizes, spec)
     serving = Serving(spec, await open_runtime(spec, runtime, progress), scaling_policy, gateways=gateways)
     try:
         await serving.open(make_server, progress)

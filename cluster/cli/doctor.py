@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,21 +13,6 @@ from cluster.cli.screen import print_json, size
 
 if TYPE_CHECKING:
     from kvtransfer.doctor import TransferFacts
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Compute resources. `devices`: accelerators that torch can use. `cuda`: the version that torch is built for."""
-
-    python: str
-    cpus: int
-    memory_bytes: int
-    torch: str
-    cuda: str | None
-    torch_threads: int
-    devices: tuple[str, ...]
-    ray: str
-    ray_address: str
 
 
 @click.command(cls=GroupedCommand)
@@ -44,12 +29,12 @@ def doctor(as_json: bool) -> None:
     from kvtransfer.doctor import transfer_facts
 
     compute = _compute()
-    transfer = transfer_facts(has_gpu=bool(compute.devices))
-    verdict = {"compute": _compute_verdict(compute), "transfer": _transfer_verdict(transfer, compute.cuda)}
+    transfer = transfer_facts(has_gpu=bool(compute["devices"]))
+    verdict = {"compute": _compute_verdict(compute), "transfer": _transfer_verdict(transfer, compute["cuda"])}
     if as_json:
-        print_json({"compute": asdict(compute), "transfer": asdict(transfer), "used": verdict})
+        print_json({"compute": compute, "transfer": asdict(transfer), "used": verdict})
         return
-    for title, facts in (("compute", asdict(compute)), ("kv transfer", asdict(transfer))):
+    for title, facts in (("compute", compute), ("kv transfer", asdict(transfer))):
         click.secho(title, bold=True)
         for name, value in facts.items():
             click.echo(f"  {name:16} {_shown(name, value)}")
@@ -58,21 +43,22 @@ def doctor(as_json: bool) -> None:
         click.echo(f"  {name:16} {reason}")
 
 
-def _compute() -> Compute:
+def _compute() -> dict[str, Any]:
+    """`devices`: accelerators that torch can use. `cuda`: the version that torch is built for."""
     import psutil
 
     torch_version, cuda, threads, devices = _torch()
-    return Compute(
-        python=platform.python_version(),
-        cpus=len(os.sched_getaffinity(0)),
-        memory_bytes=psutil.virtual_memory().total,
-        torch=torch_version,
-        cuda=cuda,
-        torch_threads=threads,
-        devices=devices,
-        ray=_version("ray"),
-        ray_address=os.environ.get("RAY_ADDRESS", "(unset: Ray is started here)"),
-    )
+    return {
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "torch": torch_version,
+        "cuda": cuda,
+        "torch_threads": threads,
+        "devices": devices,
+        "ray": _version("ray"),
+        "ray_address": os.environ.get("RAY_ADDRESS", "(unset: Ray is started here)"),
+    }
 
 
 def _torch() -> tuple[str, str | None, int, tuple[str, ...]]:
@@ -94,12 +80,12 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _compute_verdict(compute: Compute) -> str:
-    if not compute.torch_threads:
+def _compute_verdict(compute: dict[str, Any]) -> str:
+    if not compute["torch_threads"]:
         return "nothing: torch is not installed; pip install 'diptych[serve]'"
-    if compute.devices:
-        return f"{compute.devices[0]}, because torch can use it (engine.device: cpu overrides)"
-    return f"the CPU with {compute.torch_threads} threads, because torch sees no accelerator"
+    if compute["devices"]:
+        return f"{compute['devices'][0]}, because torch can use it (engine.device: cpu overrides)"
+    return f"the CPU with {compute['torch_threads']} threads, because torch sees no accelerator"
 
 
 def _transfer_verdict(facts: "TransferFacts", cuda: str | None) -> str:

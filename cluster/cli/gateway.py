@@ -83,7 +83,7 @@ async def _gateway(
         await _serve(joined, spec.gateway.grpc_scheme)
     finally:
         click.echo(closing_line(grace_s))
-        await interrupts.run_close(joined.close(grace_s), joined.cut)
+        await interrupts.run_close(joined.service.close(grace_s), joined.service.cut)
 
 
 def _changed(port: int | None, http_port: int | None, files: dict[str, Any], spec: "ClusterSpec") -> "ClusterSpec":

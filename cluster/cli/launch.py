@@ -4,7 +4,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,35 +16,29 @@ if TYPE_CHECKING:
 HTTP_PORT = 8000
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Options of `diptych serve` without a file. None: one replica, one rank."""
-
-    prefill_replicas: int | None = None
-    decode_replicas: int | None = None
-    tensor_parallel_size: int | None = None
-
-    def check_no_file(self, file: str) -> None:
-        """Raise `click.UsageError` if a size is given, because the file sets it."""
-        named = {
-            "--prefill-replicas": (self.prefill_replicas, "replicas"),
-            "--decode-replicas": (self.decode_replicas, "replicas"),
-            "--tensor-parallel-size": (self.tensor_parallel_size, "parallel: {tensor: 2}"),
-        }
-        for option, (value, key) in named.items():
-            if value is not None:
-                raise click.UsageError(f"{option} is for a cluster without a file; set {key} in {file}")
+SIZES = {
+    "prefill_replicas": "replicas",
+    "decode_replicas": "replicas",
+    "tensor_parallel_size": "parallel: {tensor: 2}",
+}  # options of a cluster without a file, and the keys of a file for them
 
 
-def spec_to_serve(file: str | None, model: str | None, sizes: Sizes) -> "ClusterSpec":
-    """The spec of the file, or one prefill pool and one decode pool on this machine. Raises `SpecError`."""
+def spec_to_serve(file: str | None, model: str | None, **sizes: int | None) -> "ClusterSpec":
+    """The spec of the file, or one prefill pool and one decode pool on this machine. Raises `SpecError`.
+
+    `sizes`: of `SIZES`; None: 1.
+    """
     from cluster.spec_file import load_spec
 
     if model is not None and model.endswith((".yaml", ".yml")):
         raise click.UsageError(f"{model} is a cluster file; write -f {model}")
+    given = {name: size for name, size in sizes.items() if size is not None}
     if file is None:
-        return _without_file(model, sizes)
-    sizes.check_no_file(file)
+        return _without_file(model, given)
+    if given:
+        name = next(iter(given))
+        option = f"--{name.replace('_', '-')}"
+        raise click.UsageError(f"{option} is for a cluster without a file; set {SIZES[name]} in {file}")
     spec = load_spec(file)
     if model is None:
         return spec
@@ -52,14 +46,14 @@ def spec_to_serve(file: str | None, model: str | None, sizes: Sizes) -> "Cluster
     return spec.with_model(model)
 
 
-def _without_file(model: str | None, sizes: Sizes) -> "ClusterSpec":
+def _without_file(model: str | None, sizes: dict[str, int]) -> "ClusterSpec":
     from cluster.spec import Role
     from cluster.spec_file import FILE_DEFAULTS, laptop_spec
     from workers.config import EngineConfig
 
     spec = laptop_spec()
-    tensor = sizes.tensor_parallel_size or 1
-    replicas = {Role.PREFILL: sizes.prefill_replicas or 1, Role.DECODE: sizes.decode_replicas or 1}
+    tensor = sizes.get("tensor_parallel_size", 1)
+    replicas = {role: sizes.get(f"{role.value}_replicas", 1) for role in (Role.PREFILL, Role.DECODE)}
     gpus = 0 if "RAY_ADDRESS" in os.environ else num_gpus()
     share = gpu_share(gpus, sum(replicas.values()) * tensor, tensor)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cluster.cli.launch import (
-    Sizes,
     check_servers,
     spec_to_serve,
     with_default_http,
@@ -57,9 +56,6 @@ REPLICAS = click.IntRange(1, 1024)
 def serve(
     model: str | None,
     file: str | None,
-    prefill_replicas: int | None,
-    decode_replicas: int | None,
-    tensor_parallel_size: int | None,
     port: int | None,
     http_port: int | None,
     no_http: bool,
@@ -70,6 +66,7 @@ def serve(
     no_gateways: bool,
     runtime: str,
     files: dict[str, Any],
+    **sizes: int | None,
 ) -> None:
     """Serve MODEL, or the cluster of a YAML file, until Ctrl-C.
 
@@ -93,7 +90,7 @@ def serve(
         raise click.UsageError("--no-gateways: gateways join through Ray; leave --runtime local out")
     if no_http and http_port is not None:
         raise click.UsageError("--no-http and --http-port exclude each other")
-    spec = spec_to_serve(file, model, Sizes(prefill_replicas, decode_replicas, tensor_parallel_size))
+    spec = spec_to_serve(file, model, **sizes)
     parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
     changes = files | {"grpc_port": port, "http_port": http_port} | parsers
     spec = with_gateway(spec, **{key: value for key, value in changes.items() if value is not None})

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cluster.cli import local_servers, main
-from cluster.cli.launch import Sizes, gpu_share, num_gpus, spec_to_serve, with_default_http, with_gateway
+from cluster.cli.launch import gpu_share, num_gpus, spec_to_serve, with_default_http, with_gateway
 from cluster.cli.local_servers import DEFAULT_ENDPOINT, announced, last_endpoint
 from cluster.spec import ClusterSpec, Role, SpecError
 from cluster.spec_file import laptop_spec
@@ -34,7 +34,7 @@ def serve(*arguments: str) -> Result:
 
 
 def test_a_model_alone_has_one_prefill_and_one_decode_worker() -> None:
-    spec = spec_to_serve(None, "smollm2-135m", Sizes())
+    spec = spec_to_serve(None, "smollm2-135m")
     assert spec.model == "smollm2-135m"
     assert [pool.engine.kv_blocks for pool in spec.pools] == [0, 0]  # sized by free memory when the workers start
     assert [(pool.role, pool.replicas, pool.parallel.tensor) for pool in spec.pools] == [
@@ -44,7 +44,7 @@ def test_a_model_alone_has_one_prefill_and_one_decode_worker() -> None:
 
 
 def test_options_set_the_sizes() -> None:
-    spec = spec_to_serve(None, None, Sizes(prefill_replicas=2, decode_replicas=3, tensor_parallel_size=2))
+    spec = spec_to_serve(None, None, prefill_replicas=2, decode_replicas=3, tensor_parallel_size=2)
     assert [(pool.replicas, pool.parallel.tensor) for pool in spec.pools] == [(2, 2), (3, 2)]
 
 

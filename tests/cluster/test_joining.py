@@ -74,7 +74,7 @@ async def test_gateways_join_a_cluster_that_has_none() -> None:
         assert not orphaned.done()
         orphaned.cancel()
         for gateway in joined:
-            await gateway.close(1.0)
+            await gateway.service.close(1.0)
     finally:
         await serving.close()
 

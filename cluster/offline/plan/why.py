@@ -52,17 +52,17 @@ def _prefill(request: PlanRequest, trial: Trial, group: WorkerGroup, pool: PoolS
     tokens = pool.engine.max_batch_tokens
     if group.role is Role.MIXED:
         tokens = min(tokens, _prompt(trial))
-    parts = _parts(request, group, tokens, tokens * min(tokens, _prompt(trial)) / 2, 0)
-    return Binding("prefill", parts.limit, f"prefill is bound by {parts.words} of a step of {tokens} tokens")
+    limit, words = _largest_part(request, group, tokens, tokens * min(tokens, _prompt(trial)) / 2, 0)
+    return Binding("prefill", limit, f"prefill is bound by {words} of a step of {tokens} tokens")
 
 
 def _decode(request: PlanRequest, trial: Trial, group: WorkerGroup, pool: PoolSpec) -> Binding:
-    batch = _batch(trial, pool)
-    tokens = batch.size * batch.context
-    parts = _parts(request, group, batch.size, tokens, tokens)
-    limit = "memory" if batch.limit == "KV memory" else parts.limit
-    cap = f"the batch of {batch.size} is limited by {batch.limit}"
-    return Binding("decode", limit, f"decode is bound by {parts.words} of a step; {cap}")
+    size, context, batch_limit = _batch(trial, pool)
+    tokens = size * context
+    limit, words = _largest_part(request, group, size, tokens, tokens)
+    limit = "memory" if batch_limit == "KV memory" else limit
+    cap = f"the batch of {size} is limited by {batch_limit}"
+    return Binding("decode", limit, f"decode is bound by {words} of a step; {cap}")
 
 
 def _handoff(trial: Trial) -> Binding:
@@ -76,12 +76,6 @@ def _handoff(trial: Trial) -> Binding:
     return Binding("handoff", "link" if busy >= 1.0 else "none", words)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    limit: str
-    words: str
-
-
 _NAMES = {
     "compute": "compute: arithmetic is {:.0%}",
     "bandwidth": "bandwidth: reading weights and KV is {:.0%}",
@@ -90,8 +84,8 @@ _NAMES = {
 }
 
 
-def _parts(request: PlanRequest, group: WorkerGroup, tokens: int, pairs: float, context: int) -> _Parts:
-    """The largest part of a step; arithmetic and reads of a kernel overlap."""
+def _largest_part(request: PlanRequest, group: WorkerGroup, tokens: int, pairs: float, context: int) -> tuple[str, str]:
+    """The largest part of a step, and its share in words; arithmetic and reads of a kernel overlap."""
     cost = roofline(request.shape, request.sheets[group.hardware], group.tensor, group.pipeline)
     seconds = {
         "compute": tokens * cost.token_s + pairs * cost.pair_s + (tokens * cost.row_s if context else 0.0),
@@ -103,7 +97,7 @@ def _parts(request: PlanRequest, group: WorkerGroup, tokens: int, pairs: float, 
     kernels_s = cost.kernel_seconds(tokens, decodes, pairs, context, decodes or 1)
     whole_s = kernels_s + seconds["launches"] + seconds["link"]
     limit = max(seconds, key=lambda name: seconds[name])
-    return _Parts(limit, f"{_NAMES[limit].format(seconds[limit] / whole_s)}")
+    return limit, _NAMES[limit].format(seconds[limit] / whole_s)
 
 
 def margins(trial: Trial, ttft_s: tuple[float, float]) -> str:
@@ -114,29 +108,22 @@ def margins(trial: Trial, ttft_s: tuple[float, float]) -> str:
     shares = []
     for pool in trial.case.spec.pools:
         if pool.role is not Role.PREFILL and trial.slo.tpot_s is not None:
-            batch = _batch(trial, pool)
-            step_s = trial.case.models[pool.name].cost.decode_seconds(batch.size, batch.size * batch.context)
+            size, context, _ = _batch(trial, pool)
+            step_s = trial.case.models[pool.name].cost.decode_seconds(size, size * context)
             shares.append(step_s / trial.slo.tpot_s)
     if shares:
         words.append(f"TPOT of a full batch is {max(shares):.0%} of its SLO")
     return ", ".join(words)
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    size: int
-    context: int
-    limit: str
-
-
-def _batch(trial: Trial, pool: PoolSpec) -> _Batch:
-    """Of one step at full load, and what keeps it from being larger."""
+def _batch(trial: Trial, pool: PoolSpec) -> tuple[int, int, str]:
+    """Size and context of one step at full load, and what keeps it from being larger."""
     cost = trial.case.models[pool.name].cost
     size, context = decode_batch(pool, cost, trial.load.arrivals, trial.slo.tpot_s)
     running = max(1, pool.engine.max_running // pool.parallel.pipeline)
     held = max(1, held_at_once(pool.engine, context) // pool.parallel.pipeline)
     limit = "max_running" if running <= held else "KV memory"
-    return _Batch(size, context, limit if size >= min(running, held) else "TPOT")
+    return size, context, limit if size >= min(running, held) else "TPOT"
 
 
 def _prompt(trial: Trial) -> int:

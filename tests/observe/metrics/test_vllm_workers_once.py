@@ -79,9 +79,9 @@ async def test_another_gateway_exports_workers_when_the_first_leaves(monkeypatch
                 await asyncio.sleep(0.02)
             await asyncio.sleep(0.5)  # neither gives up its part as long as both are there
             assert [each.engines() for each in doors] == [WORKERS, set()]
-            await first.close(0.0)
+            await first.service.close(0.0)
             while doors[1].engines() != WORKERS:
                 await asyncio.sleep(0.02)
-        await second.close(0.0)
+        await second.service.close(0.0)
     finally:
         await serving.close()
