@@ -15,7 +15,6 @@ ClusterError (`cluster.events`)
 """
 
 import asyncio
-import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -23,16 +22,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from cluster.events import ClusterError, DeadlineExceeded, Delta, Event, Rejected, Unservable
+from cluster.events import ClusterError, DeadlineExceeded, Delta, Event, Rejected
 from cluster.frontend.context import GatewayContext, adapter_named, resolve
 from cluster.frontend.embedding import PromptEmbedding, pooling_of
 from cluster.frontend.output_collector import RequestOutputCollector, SendDelta
 from cluster.frontend.parallel_sampling import ChildRequest, child_requests, emit_ranked, merged_end
 from cluster.frontend.preprocessing import LARGE_BYTES, Preprocessing
+from cluster.frontend.request_limits import RequestLimits, checked_name
 from cluster.frontend.text import (
     EncodedPrompt,
     GatewayEvent,
-    PromptBounds,
     PromptInput,
     TextStream,
     Tokenizer,
@@ -41,13 +40,12 @@ from cluster.frontend.text import (
     encode_prompt,
 )
 from cluster.observe.ledger import now_ns
-from cluster.spec import Role, adapter_name_problem
-from diptych.request_ids import MAX_ID_CHARS, is_usable, new_id
+from cluster.spec import adapter_name_problem
+from diptych.request_ids import MAX_ID_CHARS, new_id
 from diptych.view import Adapter, CachedPrompt, ClusterView, WorkerState
 from workers.errors import InvalidRequest, ModelError
 from workers.request import SLO, Grammar, Request, SamplingParams
 
-MAX_STOP_CHARS = 1024  # the search for a partial stop string is quadratic in it
 MAX_GRAMMARS = 64  # remembered
 RETRY_AFTER_S = 1.0
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
@@ -86,11 +84,12 @@ class GatewayClosed(ClusterError):
 
 
 class Gateway:
-    """Owned by its server. Owns `preprocessing`, which parses and tokenizes large inputs."""
+    """Owned by its server. Owns `limits`, and `preprocessing`, which parses and tokenizes large inputs."""
 
     def __init__(self, context: GatewayContext, tokenizer: Tokenizer, preprocessing: Preprocessing) -> None:
         self._context = context
         self._tokenizer = tokenizer
+        self.limits = RequestLimits(context)
         self.preprocessing = preprocessing
         self._active: dict[str, _Running] = {}
         self._num_active = 0
@@ -166,8 +165,8 @@ class Gateway:
         """A checked request that counts as running, and what runs it at workers. At the end it is cancelled there."""
         arrived_ns = now_ns()
         adapter = self._adapter(options.model)
-        self._check_answers(sampling)
-        self._check_tenant(options.tenant)
+        self.limits.check_answers(sampling)
+        checked_name("tenant", options.tenant, MAX_ID_CHARS)
         request_id = options.request_id or new_id()
         running = self._enter(request_id, options, sampling.num_answers, send_delta)
         try:
@@ -181,7 +180,7 @@ class Gateway:
             request = Request(
                 request_id,
                 tokens,
-                self._resolve(sampling, len(tokens)),
+                self.limits.resolve(sampling, len(tokens)),
                 options.slo,
                 session=options.session,
                 tenant=options.tenant,
@@ -211,15 +210,9 @@ class Gateway:
 
     async def _prompt_of(self, prompt: PromptInput, tenant: str) -> Request:
         """A request that computes a prompt, and as little else as possible."""
-        self._check_tenant(tenant)
+        checked_name("tenant", tenant, MAX_ID_CHARS)
         shares = self._context.spec.gateway.share_prefixes
         return Request(new_id(), await self.encode(prompt), ONE_TOKEN, tenant=tenant, shares_prefixes=shares)
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of prompt and answer together: bounded by the model's context and by the pools' capacity."""
-        capacity, context = self._context.dispatcher.capacity, self._context.model.context_length
-        return min(context, capacity.prefill_tokens or context, capacity.decode_tokens or context)
 
     def name_of(self, model: str | None) -> str:
         """The name of what a request's `model` means: the served model's, or the adapter's. Raises `UnknownModel`."""
@@ -246,12 +239,6 @@ class Gateway:
         except ModelError as error:
             raise InvalidRequest("path", str(error)) from None
 
-    @property
-    def bounds(self) -> PromptBounds:
-        """The current bounds of prompts."""
-        model, max_bytes = self._context.model, self._context.spec.gateway.max_prompt_bytes
-        return PromptBounds(max_bytes, model.context_length, model.vocab_size, self.max_model_len)
-
     async def encode(self, prompt: PromptInput, num_output: int = 1) -> tuple[int, ...]:
         """A prompt's token ids. Tokenizes large prompts outside the event loop.
 
@@ -260,11 +247,11 @@ class Gateway:
         if isinstance(prompt, EncodedPrompt):
             encoded = prompt
         elif isinstance(prompt, TokenPrompt) or prompt.num_bytes <= LARGE_BYTES:
-            return encode_prompt(self._tokenizer, prompt, self.bounds)
+            return encode_prompt(self._tokenizer, prompt, self.limits.bounds)
         else:
-            encoded = await self.preprocessing.call(prompt.num_bytes, encode_packed, prompt, self.bounds)
-        if encoded.num_tokens > self.bounds.context_length:
-            self._max_tokens(encoded.num_tokens, num_output)
+            encoded = await self.preprocessing.call(prompt.num_bytes, encode_packed, prompt, self.limits.bounds)
+        if encoded.num_tokens > self.limits.bounds.context_length:
+            self.limits.max_tokens(encoded.num_tokens, num_output)
         return encoded.tokens
 
     async def _checked(self, grammar: Grammar) -> Grammar:
@@ -297,25 +284,10 @@ class Gateway:
         await self.preprocessing.aclose()
         await asyncio.gather(*(each.close() for each in running))
 
-    def _check_answers(self, sampling: SamplingParams) -> None:
-        """Refuse more answers than can ever run at once."""
-        spec, count = self._context.spec, sampling.num_answers
-        limit = min(spec.gateway.max_requests, self._context.dispatcher.capacity.decode_slots)
-        if count > max(1, limit):
-            field = "n" if sampling.best_of is None else "best_of"
-            raise InvalidRequest(f"sampling.{field}", f"is {count}; this cluster runs at most {limit} answers at once")
-
-    def _check_tenant(self, tenant: str) -> None:
-        if len(tenant) > MAX_ID_CHARS or not all(" " < letter <= "~" for letter in tenant):
-            rule = f"must be at most {MAX_ID_CHARS} visible ASCII characters"
-            raise InvalidRequest("tenant", f"{tenant[:40]!r} cannot be used; it {rule}")
-
     def _enter(
         self, request_id: str, options: GenerateOptions, num_answers: int, send_delta: SendDelta | None
     ) -> "_Running":
-        if len(request_id) > MAX_ID_CHARS or not all(map(is_usable, request_id)):
-            rule = f"must be at most {MAX_ID_CHARS} visible ASCII characters without '/' and '#'"
-            raise InvalidRequest("request_id", f"{request_id[:40]!r} cannot be used; it {rule}")
+        checked_name("request_id", request_id, MAX_ID_CHARS, without="/#")
         if request_id in self._active:
             raise DuplicateRequest(f"request {request_id} is running already; choose another id or leave it empty")
         limit = self._context.spec.gateway.max_requests
@@ -326,46 +298,6 @@ class Gateway:
         running = self._active[request_id] = _Running(options.client_id, num_answers, send_delta)
         self._num_active += num_answers
         return running
-
-    def _resolve(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Fill in what the caller left out: the seed, and max_tokens as far as the context has room."""
-        self.bounds.check_tokens("sampling.stop_token_ids", sampling.stop_token_ids)
-        self.bounds.check_tokens("sampling.logit_bias", tuple(token for token, _ in sampling.logit_bias))
-        if any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
-            raise InvalidRequest("sampling.stop", f"has a string of more than {MAX_STOP_CHARS} characters; shorten it")
-        try:
-            "".join(sampling.stop).encode()
-        except UnicodeEncodeError:
-            raise InvalidRequest("sampling.stop", "has half a surrogate pair; send whole characters") from None
-        max_tokens = sampling.max_tokens
-        limit, why = self._max_tokens(num_prompt, max_tokens or 1)
-        room = limit - num_prompt
-        if max_tokens is None:
-            max_tokens = max(sampling.min_tokens, min(room, self._context.spec.gateway.default_max_tokens))
-        if max_tokens > room:
-            name = "min_tokens" if sampling.max_tokens is None else "max_tokens"
-            raise _too_long(limit, why, num_prompt, max_tokens, f"sampling.{name}")
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        return replace(sampling, max_tokens=max_tokens, seed=seed)
-
-    def _max_tokens(self, num_prompt: int, num_output: int) -> tuple[int, str]:
-        """Most tokens of this prompt and its answer, and the reason if the pools bound it rather than the context.
-
-        Raises `Unservable` if the prompt leaves no room for one token.
-        """
-        limit, why = self._context.model.context_length, ""
-        held = self._context.dispatcher.capacity
-        for role, capacity, reserve in ((Role.PREFILL, held.prefill_tokens, 0), (Role.DECODE, held.decode_tokens, 1)):
-            if capacity is None:
-                continue
-            bound = f" (as many as the {role.value} pools here can hold)" if capacity < limit else ""
-            if num_prompt + reserve > capacity:
-                raise _too_long(capacity, bound, num_prompt, num_output)
-            if role is Role.DECODE and capacity < limit:
-                limit, why = capacity, bound
-        if num_prompt >= limit:
-            raise _too_long(limit, why, num_prompt, num_output)
-        return limit, why
 
     async def _run_answers(
         self, request: Request, output: RequestOutputCollector, run: Run, keep: Collection[int]
@@ -441,12 +373,3 @@ class _Running:
 def servable(view: ClusterView) -> bool:
     """Whether a worker is ready; without a linked pair, any worker runs both phases alone."""
     return any(worker.state is WorkerState.READY for worker in view.workers)
-
-
-def _too_long(limit: int, why: str, num_prompt: int, num_output: int, field: str = "prompt") -> Unservable:
-    """OpenAI's error message, which clients parse to shorten the prompt."""
-    parts = f"{num_prompt} in the prompt, {num_output} in the completion"
-    asked = f"you requested {num_prompt + num_output} tokens ({parts})"
-    return Unservable(
-        f"This model's maximum context length is {limit} tokens{why}. However, {asked}; shorten it", field
-    )

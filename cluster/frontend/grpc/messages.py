@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from cluster.frontend.request_limits import MAX_CLASS_CHARS, checked_name
 from cluster.frontend.text import (
     ChatPrompt,
     EncodedPrompt,
@@ -26,7 +27,6 @@ from workers.errors import InvalidRequest
 from workers.request import Grammar, SamplingParams
 
 MAX_BATCH_REQUESTS = 4096
-MAX_CLASS_CHARS = 64
 MAX_FIELD_BYTES = 64 << 10  # of a request without its prompt
 NOTHING: Mapping[str, Any] = {}
 # Scalar fields of Sampling, with the same names as in SamplingParams.
@@ -117,13 +117,5 @@ def slo_from(message: inference_pb2.Slo) -> SLO:
             raise InvalidRequest(f"slo.{name}", f"is {value_s:g} s; it must be above 0, or absent for none")
         return value_s
 
-    name = checked_class(message.class_name or "default", "slo.class_name")
+    name = checked_name("slo.class_name", message.class_name or "default", MAX_CLASS_CHARS)
     return SLO(slo_s("time_to_first_token"), slo_s("time_per_output_token"), name)
-
-
-def checked_class(name: str, field: str) -> str:
-    """The name, unless it cannot be one of an SLO class. Raises `InvalidRequest`."""
-    if len(name) > MAX_CLASS_CHARS or not all(" " < letter <= "~" for letter in name):
-        rule = f"must be at most {MAX_CLASS_CHARS} visible ASCII characters"
-        raise InvalidRequest(field, f"{name[:40]!r} cannot be used; it {rule}")
-    return name

@@ -97,7 +97,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             model = await self._preprocessing.call(len(raw), read_model, raw) if self._models.has_several else ""
             gateway = self._models.of(model)
             call = gateway.preprocessing.call
-            without_prompt, prompt = await call(len(raw), read_request, raw, gateway.bounds)
+            without_prompt, prompt = await call(len(raw), read_request, raw, gateway.limits.bounds)
             request = request_from(without_prompt)
         request.request_id = request.request_id or new_id()  # before the checks, so that logged errors have it
         metadata: Any = context.invocation_metadata() or ()

@@ -15,6 +15,7 @@ from cluster.frontend.http.wire import Usage
 from cluster.frontend.text import TextDelta, TextEnd
 from cluster.frontend.tools.answer import AnswerDelta
 from cluster.frontend.tools.formats import AnswerParser
+from cluster.frontend.tools.json_calls import is_json
 from workers.request import FinishReason
 
 
@@ -49,7 +50,8 @@ class MessagesWire:
         if found.content:
             blocks.append({"type": "text", "text": found.content, "citations": None})
         for call in found.calls:
-            arguments = msgspec.Raw(call.arguments.encode() or b"{}") if _is_json(call.arguments) else {}
+            is_complete = is_json(call.arguments)  # not if the answer was cut
+            arguments = msgspec.Raw(call.arguments.encode()) if is_complete else {}
             blocks.append({"type": "tool_use", **_call(call.name), "input": arguments})
         return msgspec.json.encode(blocks)
 
@@ -133,15 +135,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
-
-
-def _is_json(text: str) -> bool:
-    """An answer that was cut may have a part of it."""
-    try:
-        msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
-        return False
-    return True
 
 
 def _call(name: str) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from starlette.responses import Response
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.embedding import PromptEmbedding, makes_embeddings
 from cluster.frontend.gateway import Gateway, GenerateOptions
-from cluster.frontend.grpc.messages import checked_class
 from cluster.frontend.http.bodies import CompletionBody, DetokenizeBody, Generation
 from cluster.frontend.http.chat_body import ChatBody, Item, TokenizeBody
 from cluster.frontend.http.embeddings import EmbeddingsBody, embeddings_json
@@ -40,6 +39,7 @@ from cluster.frontend.http.responses_body import History, ResponsesBody, Respons
 from cluster.frontend.http.responses_wire import ResponsesWire
 from cluster.frontend.http.wire import Wire
 from cluster.frontend.preprocessing import LARGE_BYTES
+from cluster.frontend.request_limits import MAX_CLASS_CHARS, checked_name
 from cluster.frontend.text import EncodedPrompt, PromptInput, TextPrompt, TokenPrompt, text_from
 from cluster.frontend.tools.answer_plan import AnswerPlan, AnswerPlanner
 from cluster.frontend.tools.formats import CONTENT
@@ -122,7 +122,7 @@ class ModelRoutes:
         """The fields of a large conversation's request; its prompt and items become those of `request.state`."""
         gateway, size = self.gateway, len(raw) + size_of(history)
         call = gateway.preprocessing.call
-        read = await call(size, read_response, raw, history, gateway.bounds, gateway.default_sampling)
+        read = await call(size, read_response, raw, history, gateway.limits.bounds, gateway.default_sampling)
         request.state.prompts, request.state.items = read.prompts, read.items
         return read.fields
 
@@ -191,17 +191,17 @@ class ModelRoutes:
         return Response(found, media_type=JSON)
 
     async def tokenize(self, body: TokenizeBody) -> Response:
-        return Response(tokenize(self.gateway.tokenizer, body, self.gateway.bounds), media_type=JSON)
+        return Response(tokenize(self.gateway.tokenizer, body, self.gateway.limits.bounds), media_type=JSON)
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
-        return Response(detokenize(self.gateway.tokenizer, body, self.gateway.bounds), media_type=JSON)
+        return Response(detokenize(self.gateway.tokenizer, body, self.gateway.limits.bounds), media_type=JSON)
 
     async def large(self, request: Request, raw: bytes) -> Response | None:
         """The response to a large body; None: the route continues with a small body and the encoded prompts."""
         gateway, path = self.gateway, request.scope["path"]
         call = gateway.preprocessing.call
         if path in TOKENS:
-            model, answer = await call(len(raw), read_tokens, TOKENS[path], raw, gateway.bounds)
+            model, answer = await call(len(raw), read_tokens, TOKENS[path], raw, gateway.limits.bounds)
             gateway.name_of(model)
             return Response(answer, media_type=JSON)
         if path == RESPONSES:
@@ -210,7 +210,9 @@ class ModelRoutes:
             request._json = await self._read_response(request, raw, history)
             request._body = b"{}"
             return None
-        body = await call(len(raw), read_generation, GENERATIONS[path], raw, gateway.bounds, gateway.default_sampling)
+        body = await call(
+            len(raw), read_generation, GENERATIONS[path], raw, gateway.limits.bounds, gateway.default_sampling
+        )
         request._json, request.state.prompts = body.fields, body.prompts
         request._body = b"{}"  # frees the large body; FastAPI checks that there is one
         return None
@@ -229,7 +231,7 @@ class ModelRoutes:
             "parent": None if found == model.name else model.name,
             "created": self._started_s,
             "owned_by": "diptych",
-            "max_model_len": self.gateway.max_model_len,
+            "max_model_len": self.gateway.limits.max_model_len,
             "capabilities": {
                 "chat": bool(self.gateway.tokenizer.info.get("chat_template")),
                 "tool_calls": self._planner.reads_calls,
@@ -254,7 +256,7 @@ def parse_headers(headers: Mapping[str, str], name: RequestName, model: str | No
         slo=SLO(
             _seconds(headers, "x-diptych-ttft-ms"),
             _seconds(headers, "x-diptych-tpot-ms"),
-            checked_class(class_name, "x-diptych-slo-class"),
+            checked_name("x-diptych-slo-class", class_name, MAX_CLASS_CHARS),
         ),
         request_id=name.unique,
         client_id=name.given,

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from cluster.frontend.http.bodies import FirstError
 from cluster.frontend.http.chat_body import ChatBody, ChatLike, Item, part_text
 from cluster.frontend.http.fields import refuse_others
-from cluster.frontend.tools.readers import SURROGATE
+from cluster.frontend.tools.json_calls import SURROGATE
 from workers.errors import InvalidRequest
 from workers.request import SamplingParams
 

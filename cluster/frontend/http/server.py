@@ -48,7 +48,9 @@ class HttpServer:
         self._scheme = "http" if guard.tls is None else "https"
         self._closing = False
         app = make_app(models, lambda: self._closing)
-        bodies = BodyReader((each.tokenizer.longest_text_bytes, each.bounds.context_length) for each in models.gateways)
+        bodies = BodyReader(
+            (each.tokenizer.longest_text_bytes, each.limits.bounds.context_length) for each in models.gateways
+        )
         self._requests = Connection(app, bodies, models.max_requests + 64, lambda: self._closing)
         checked = RequireKey(self._requests, guard) if guard.has_keys else self._requests
         counted = CountResponses(NameRequests(checked), models.responses)

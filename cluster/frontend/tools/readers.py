@@ -17,22 +17,21 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.frontend.tools.answer import AnswerOutput, Schemas
+from cluster.frontend.tools.json_calls import drop, is_json, json_call, json_list, json_text, named_json
 from cluster.frontend.tools.text_input import SCALAR, SPACE, TextInput, Wait
 
 Reader = Callable[[TextInput, AnswerOutput, Schemas], Wait[None]]
-ARGUMENTS = ("arguments", "parameters")
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 NAME = re.compile(r"[\w.-]*")
 KEY = re.compile(r"[^:,{}\[\]]*")
 CODE = re.compile(r"[^()\[\]{}'\"]*")
 QUOTED = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
-SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_DEPTH = 64  # of values that are read by their structure
 
 
@@ -43,7 +42,7 @@ def tagged_json(start: str, end: str) -> Reader:
         while begun := (yield from text.until((start,), output.content)):
             text.attempt(begun)
             yield from text.run(SPACE)
-            yield from (_json_list if (yield from text.literal("[")) else _json_call)(text, output)
+            yield from (json_list if (yield from text.literal("[")) else json_call)(text, output)
             yield from text.run(SPACE)
             yield from text.literal(end)
             output.content(text.fail())
@@ -58,7 +57,7 @@ def bare_json(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[N
     while True:
         while (yield from text.peek()) == "{":
             text.attempt(begun)
-            if not (yield from _json_call(text, output, schemas)):
+            if not (yield from json_call(text, output, schemas)):
                 begun = text.fail()
                 break
             begun = (yield from text.run(SPACE)) + (yield from text.literal(";"))
@@ -73,12 +72,12 @@ def mistral(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[Non
         text.attempt(begun)
         yield from text.run(SPACE)
         if (yield from text.literal("[")):
-            yield from _json_list(text, output)
+            yield from json_list(text, output)
         elif name := (yield from text.run(NAME)):
             if (yield from text.literal("[CALL_ID]")):
                 yield from text.run(NAME)
             yield from text.literal("[ARGS]")
-            yield from _named_json(text, output, name)
+            yield from named_json(text, output, name)
         output.content(text.fail())
 
 
@@ -94,7 +93,7 @@ def deepseek(before_name: str, before_arguments: str, after_arguments: str) -> R
             if (yield from _literals(text, before_name)):
                 name = yield from text.run(NAME)
                 if name and (yield from _literals(text, before_arguments)):
-                    yield from _named_json(text, output, name)
+                    yield from named_json(text, output, name)
                     yield from _literals(text, after_arguments)
             output.content(text.fail())
 
@@ -123,7 +122,7 @@ def harmony(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[Non
             output.begin(function[1])
             yield from text.run(SPACE)
             is_json = (yield from text.peek()) == "{" and (yield from text.json_value(output.arguments))
-            sink = _drop if is_json else output.arguments
+            sink = drop if is_json else output.arguments
         elif "<|channel|>analysis" in title:
             sink = output.reasoning
         begun, head = "", []
@@ -169,7 +168,7 @@ class TaggedPairs:
             if not ended:
                 return  # the answer was cut off
             name = "".join(parts)
-            output.arguments(f"{before}{_json_text(name)}: {_typed(given, name, schema)}")
+            output.arguments(f"{before}{json_text(name)}: {_typed(given, name, schema)}")
             before = ", "
             if ended == self.value[1]:
                 yield from text.run(SPACE)
@@ -241,12 +240,12 @@ def _gemma_value(text: TextInput, output: AnswerOutput, quote: str, depth: int =
     if (yield from text.literal(quote)):
         parts: list[str] = []
         is_complete = yield from text.until((quote,), parts.append)
-        output.arguments(_json_text("".join(parts)))
+        output.arguments(json_text("".join(parts)))
         return bool(is_complete)
     bracket = yield from text.literal("{", "[")
     if not bracket:
         scalar = yield from text.run(SCALAR)
-        output.arguments(scalar if _is_json(scalar) else _json_text(scalar))
+        output.arguments(scalar if is_json(scalar) else json_text(scalar))
         return bool(scalar)
     output.arguments(bracket)
     close = "}" if bracket == "{" else "]"
@@ -261,7 +260,7 @@ def _gemma_value(text: TextInput, output: AnswerOutput, quote: str, depth: int =
             key = key.replace(quote, "").strip()
             if not key or not (yield from text.literal(":")):
                 return False
-            output.arguments(f"{_json_text(key)}: ")
+            output.arguments(f"{json_text(key)}: ")
             yield from text.run(SPACE)
         if not (yield from _gemma_value(text, output, quote, depth + 1)):
             return False
@@ -271,15 +270,6 @@ def _gemma_value(text: TextInput, output: AnswerOutput, quote: str, depth: int =
         before = ", "
     output.arguments(close)
     return True
-
-
-def _named_json(text: TextInput, output: AnswerOutput, name: str) -> Wait[None]:
-    """The arguments of this tool, if they come next."""
-    yield from text.run(SPACE)
-    if (yield from text.peek()) == "{":
-        text.commit()
-        output.begin(name)
-        yield from text.json_value(output.arguments)
 
 
 def _whole(text: TextInput, output: AnswerOutput, name: str, arguments: str) -> None:
@@ -327,7 +317,7 @@ def _keywords(code: str) -> str:
         call = ast.parse(f"f{code}", mode="eval").body
     if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
         raise ValueError("a call has keyword arguments only")
-    return _json_text({str(each.arg): _literal(each.value) for each in call.keywords})
+    return json_text({str(each.arg): _literal(each.value) for each in call.keywords})
 
 
 def _literal(node: ast.expr) -> Any:
@@ -357,102 +347,4 @@ def _typed(given: str, key: str, schema: Mapping[str, Any]) -> str:
     text = given.strip()
     if kind and "string" not in kind:
         text = PYTHON_WORDS.get(text, text)
-    return text if kind != "string" and _is_json(text) else _json_text(given)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _json_text(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return json.dumps(value) if SURROGATE.search(text) else text
-
-
-def _json_list(text: TextInput, output: AnswerOutput) -> Wait[None]:
-    """Calls after an opening bracket. One that is none is left as an attempt."""
-    while (yield from _json_call(text, output)):
-        yield from text.run(SPACE)
-        if not (yield from text.literal(",")):
-            yield from text.literal("]")
-            break
-        text.attempt(",")
-
-
-def _json_call(text: TextInput, output: AnswerOutput, known: Container[str] | None = None) -> Wait[bool]:
-    """`{"name": ..., "arguments": {...}}`, in any order, with other keys or without. False: this is no call.
-
-    `known`: a call has one of these names, and arguments.
-    """
-    yield from text.run(SPACE)
-    if not (yield from text.literal("{")):
-        return False
-    name, held, is_begun = "", [""], False
-    while True:
-        yield from text.run(SPACE)
-        key = yield from _json_string(text)
-        yield from text.run(SPACE)
-        if key is None or not (yield from text.literal(":")):
-            return is_begun
-        yield from text.run(SPACE)
-        if key == "name" and not name:
-            name = (yield from _json_string(text)) or ""
-            if not name or (known is not None and name not in known):
-                return False
-            is_complete = True
-        elif key in ARGUMENTS and name and not is_begun:
-            is_begun = True
-            text.commit()
-            output.begin(name)
-            is_complete = yield from _arguments(text, output)
-        else:
-            kept = held.append if key in ARGUMENTS and not is_begun else _drop
-            is_complete = yield from text.json_value(kept)
-        if not is_complete:
-            return is_begun
-        yield from text.run(SPACE)
-        if (after := (yield from text.literal(",", "}"))) != ",":
-            break
-    if is_begun:
-        return True
-    arguments = "".join(held)
-    if not name or not after or (known is not None and not arguments):
-        return False
-    text.commit()
-    output.begin(name)
-    output.arguments(arguments or "{}")
-    return True
-
-
-def _arguments(text: TextInput, output: AnswerOutput) -> Wait[bool]:
-    """A JSON value, or a string that holds one."""
-    if (yield from text.peek()) != '"':
-        return (yield from text.json_value(output.arguments))
-    value = yield from _json_string(text)
-    output.arguments(value or "")
-    return value is not None
-
-
-def _json_string(text: TextInput) -> Wait[str | None]:
-    """None: there is none, or it is not complete."""
-    parts: list[str] = []
-    if (yield from text.peek()) != '"' or not (yield from text.json_value(parts.append)):
-        return None
-    try:
-        value: str = json.loads("".join(parts), strict=False)
-        value.encode()
-    except ValueError:  # a wrong escape, or half a surrogate pair
-        return None
-    return value
-
-
-def _drop(text: str) -> None:
-    """Syntax that no client needs."""
+    return text if kind != "string" and is_json(text) else json_text(given)
