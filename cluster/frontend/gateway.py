@@ -88,17 +88,12 @@ class Gateway:
 
     def __init__(self, context: GatewayContext, tokenizer: Tokenizer, preprocessing: Preprocessing) -> None:
         self._context = context
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.limits = RequestLimits(context)
         self.preprocessing = preprocessing
-        self._active: dict[str, _Running] = {}
-        self._num_active = 0
+        self._requests: dict[str, _Running] = {}
+        self.active = 0  # running answers
         self._grammars: OrderedDict[Grammar, asyncio.Task[Grammar]] = OrderedDict()  # each checked once
-
-    @property
-    def active(self) -> int:
-        """Number of running answers."""
-        return self._num_active
 
     @property
     def traces(self) -> bool:
@@ -108,10 +103,6 @@ class Gateway:
     @property
     def view(self) -> ClusterView:
         return self._context.dispatcher.view
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
 
     @property
     def default_sampling(self) -> dict[str, Any]:
@@ -193,8 +184,8 @@ class Gateway:
             try:
                 await running.close()
             finally:  # also if this task is cancelled while it waits
-                del self._active[request_id]
-                self._num_active -= running.num_answers
+                del self._requests[request_id]
+                self.active -= running.num_answers
 
     async def warm(self, prompt: PromptInput, tenant: str, pool: str, ttl_s: float) -> Sequence[CachedPrompt]:
         """Compute a prompt on each worker that prefills, and pin it until `ttl_s` after its last use (0: do not).
@@ -247,7 +238,7 @@ class Gateway:
         if isinstance(prompt, EncodedPrompt):
             encoded = prompt
         elif isinstance(prompt, TokenPrompt) or prompt.num_bytes <= LARGE_BYTES:
-            return encode_prompt(self._tokenizer, prompt, self.limits.bounds)
+            return encode_prompt(self.tokenizer, prompt, self.limits.bounds)
         else:
             encoded = await self.preprocessing.call(prompt.num_bytes, encode_packed, prompt, self.limits.bounds)
         if encoded.num_tokens > self.limits.bounds.context_length:
@@ -271,14 +262,14 @@ class Gateway:
 
         Returns whether there was one.
         """
-        found = [each for each in self._active.items() if request_id in (each[0], each[1].client_id or each[0])]
+        found = [each for each in self._requests.items() if request_id in (each[0], each[1].client_id or each[0])]
         for known, running in found:
             running.cancel(RequestCancelled(f"request {known} was cancelled by its caller"))
         return bool(found)
 
     async def close(self) -> None:
         """Cancel all running requests, and wait until the dispatcher has ended them."""
-        running = list(self._active.values())
+        running = list(self._requests.values())
         for each in running:
             each.cancel(GatewayClosed("the gateway was closed; try again, here or at another gateway"))
         await self.preprocessing.aclose()
@@ -288,15 +279,15 @@ class Gateway:
         self, request_id: str, options: GenerateOptions, num_answers: int, send_delta: SendDelta | None
     ) -> "_Running":
         checked_name("request_id", request_id, MAX_ID_CHARS, without="/#")
-        if request_id in self._active:
+        if request_id in self._requests:
             raise DuplicateRequest(f"request {request_id} is running already; choose another id or leave it empty")
         limit = self._context.spec.gateway.max_requests
-        if (active := self._num_active) + num_answers > limit:
+        if (active := self.active) + num_answers > limit:
             self._context.dispatcher.count_refusal(options.slo.class_name, "gateway-full")
             room = f"{active} of {limit} requests are in flight, and {num_answers} more do not fit"
             raise Rejected(f"{room} in this gateway; try again", RETRY_AFTER_S, "gateway-full")
-        running = self._active[request_id] = _Running(options.client_id, num_answers, send_delta)
-        self._num_active += num_answers
+        running = self._requests[request_id] = _Running(options.client_id, num_answers, send_delta)
+        self.active += num_answers
         return running
 
     async def _run_answers(
@@ -331,7 +322,7 @@ class Gateway:
         output.put(merged_end(answers, best, ranked))
 
     def _text_stream(self, sampling: SamplingParams, index: int, keep: Collection[int]) -> TextStream:
-        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens, keep=keep)
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens, keep=keep)
         return TextStream(detokenizer, sampling, index)
 
 

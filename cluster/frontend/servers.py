@@ -33,29 +33,22 @@ class Servers:
         self._context = context
         self._grpc = GrpcServer(context, *load_tokenizers, eager=eager)
         self._http: HttpServer | None = None
-        self._http_url = ""
-
-    @property
-    def http_url(self) -> str:
-        return self._http_url
+        self.http_url = ""
 
     async def open(self) -> str:
         """Listen. Returns the gRPC endpoint. Errors as of `GrpcServer.open`, for both ports."""
         endpoint = await self._grpc.open()
         if self._context.spec.gateway.http_port is not None:
             try:
-                await self._open_http()
+                from cluster.frontend.http.server import HttpServer
+
+                http = HttpServer(self._grpc.models, self._grpc.guard)
+                self.http_url = await http.open()
             except BaseException:
                 await self._grpc.close(0.0)
                 raise
+            self._http = http
         return endpoint
-
-    async def _open_http(self) -> None:
-        from cluster.frontend.http.server import HttpServer
-
-        http = HttpServer(self._grpc.models, self._grpc.guard)
-        self._http_url = await http.open()
-        self._http = http
 
     async def close(self, grace_s: float) -> None:
         """May be called twice, or before `open`."""

@@ -30,14 +30,10 @@ class Stopwatch:
 
     def __init__(self, now_ns: Callable[[], int], started_ns: int | None = None) -> None:
         self._now_ns = now_ns
-        self._started = self._mark = now_ns() if started_ns is None else started_ns
+        self.started_ns = self._mark = now_ns() if started_ns is None else started_ns
         self._parts: dict[str, int] = {}
         self._first: dict[str, int] | None = None
         self._first_ns = 0
-
-    @property
-    def started_ns(self) -> int:
-        return self._started
 
     def lap(self, phase: str, parts: tuple[tuple[str, float], ...] = ()) -> None:
         """End the current lap. `parts`: (phase, seconds) within it, measured by other clocks; `phase` gets the rest.
@@ -57,13 +53,13 @@ class Stopwatch:
         """End the time to first token. Only the first call counts."""
         if self._first is None:
             self._first, self._parts = self._parts, {}
-            self._first_ns = self._mark - self._started
+            self._first_ns = self._mark - self.started_ns
 
     def ledger(self) -> LatencyLedger:
         """The ledger up to the last lap."""
         first = self._first if self._first is not None else self._parts
         rest = self._parts if self._first is not None else {}
-        total = self._mark - self._started
+        total = self._mark - self.started_ns
         ttft = self._first_ns if self._first is not None else total
         ordered = [tuple((name, parts[name]) for name in PHASES if name in parts) for parts in (first, rest)]
         return LatencyLedger(ordered[0], ordered[1], ttft, total)

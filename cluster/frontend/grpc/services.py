@@ -41,7 +41,8 @@ from diptych.codec import seconds
 from diptych.messages import DELTA, event_message
 from diptych.request_ids import new_id
 from diptych.status import CACHED_PROMPT, OPTIONAL_ROLE, SHAPE, TIMINGS, ClusterStatus, trace_pages
-from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from diptych.v1 import admin_pb2 as admin
+from diptych.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from diptych.view import Role
 from diptych.wire import INFERENCE, MAX_MESSAGE_BYTES
 from workers.errors import InvalidRequest
@@ -175,7 +176,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._name = models.context.name
         self._queries = models.context.queries
 
-    async def GetCluster(self, request: admin_pb2.GetClusterRequest, context: Context) -> admin_pb2.GetClusterResponse:
+    async def GetCluster(self, request: admin.GetClusterRequest, context: Context) -> admin.GetClusterResponse:
         operator = self._models.context.operator
         return ClusterStatus(
             view=await self._queries.audit() if request.audit else self._queries.view,
@@ -187,10 +188,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             recent=self._queries.recent(),
         ).message()
 
-    async def GetMetrics(self, request: admin_pb2.GetMetricsRequest, context: Context) -> admin_pb2.GetMetricsResponse:
-        return admin_pb2.GetMetricsResponse(text=await metrics_text(self._models))
+    async def GetMetrics(self, request: admin.GetMetricsRequest, context: Context) -> admin.GetMetricsResponse:
+        return admin.GetMetricsResponse(text=await metrics_text(self._models))
 
-    async def GetTrace(self, request: admin_pb2.GetTraceRequest, context: Context) -> None:
+    async def GetTrace(self, request: admin.GetTraceRequest, context: Context) -> None:
         offset_ns = time.time_ns() - now_ns()
         sender = Sender(context)
         begin_ns, end_ns = _interval(request, now_ns(), offset_ns)
@@ -198,26 +199,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         for page in trace_pages(window, self._name):
             await sender.send(page)
 
-    async def MeasureSteps(
-        self, request: admin_pb2.MeasureStepsRequest, context: Context
-    ) -> admin_pb2.MeasureStepsResponse:
+    async def MeasureSteps(self, request: admin.MeasureStepsRequest, context: Context) -> admin.MeasureStepsResponse:
         worker = _checked_name("worker", request.worker)
         timings = await self._queries.measure(worker, SHAPE.decode(request), request.repeats)
-        message: admin_pb2.MeasureStepsResponse = TIMINGS.encode(timings)
+        message: admin.MeasureStepsResponse = TIMINGS.encode(timings)
         return message
 
-    async def WarmPrompt(self, request: admin_pb2.WarmPromptRequest, context: Context) -> admin_pb2.WarmPromptResponse:
+    async def WarmPrompt(self, request: admin.WarmPromptRequest, context: Context) -> admin.WarmPromptResponse:
         ttl_s = seconds(request.pin) if request.HasField("pin") else 0.0
         if request.HasField("pin") and not 0.0 < ttl_s <= MAX_PIN_S:
             raise InvalidRequest("pin", f"is {ttl_s:g} s; it must be above 0 and at most {MAX_PIN_S:.0f}")
         prompt = TextPrompt(request.text, apply_chat_template=request.apply_chat_template)
         pool = _checked_name("pool", request.pool)
         warmed = await self._models.of_pool(pool).warm(prompt, request.tenant, pool, ttl_s)
-        return admin_pb2.WarmPromptResponse(workers=map(CACHED_PROMPT.encode, warmed))
+        return admin.WarmPromptResponse(workers=map(CACHED_PROMPT.encode, warmed))
 
-    async def UnpinPrompts(
-        self, request: admin_pb2.UnpinPromptsRequest, context: Context
-    ) -> admin_pb2.UnpinPromptsResponse:
+    async def UnpinPrompts(self, request: admin.UnpinPromptsRequest, context: Context) -> admin.UnpinPromptsResponse:
         prompt = None
         if request.HasField("text"):
             prompt = TextPrompt(request.text, apply_chat_template=request.apply_chat_template)
@@ -225,48 +222,42 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         every = prompt is None and not pool
         gateways = self._models.gateways if every else [self._models.of_pool(pool)]
         unpinned = [each for gateway in gateways for each in await gateway.unpin(prompt, request.tenant, pool)]
-        return admin_pb2.UnpinPromptsResponse(workers=map(CACHED_PROMPT.encode, unpinned))
+        return admin.UnpinPromptsResponse(workers=map(CACHED_PROMPT.encode, unpinned))
 
-    async def FlipWorker(self, request: admin_pb2.FlipWorkerRequest, context: Context) -> admin_pb2.FlipWorkerResponse:
+    async def FlipWorker(self, request: admin.FlipWorkerRequest, context: Context) -> admin.FlipWorkerResponse:
         role: Role | None = OPTIONAL_ROLE.decode(request.role)
         if role is None:
             raise InvalidRequest("role", "is missing; give POOL_ROLE_PREFILL, POOL_ROLE_DECODE or POOL_ROLE_MIXED")
         worker = _checked_name("worker", request.worker)
         revision = await self._operator().flip(worker, role, request.expected_revision)
-        return admin_pb2.FlipWorkerResponse(revision=revision)
+        return admin.FlipWorkerResponse(revision=revision)
 
-    async def DrainWorker(
-        self, request: admin_pb2.DrainWorkerRequest, context: Context
-    ) -> admin_pb2.DrainWorkerResponse:
+    async def DrainWorker(self, request: admin.DrainWorkerRequest, context: Context) -> admin.DrainWorkerResponse:
         deadline_s = seconds(request.deadline) if request.HasField("deadline") else 0.0
         if request.HasField("deadline") and not 0.0 < deadline_s <= MAX_DRAIN_S:
             rule = f"it must be above 0 and at most {MAX_DRAIN_S:.0f}"
             raise InvalidRequest("deadline", f"is {deadline_s:g} s; {rule}")
         worker = _checked_name("worker", request.worker)
         revision = await self._operator().drain(worker, request.expected_revision, deadline_s)
-        return admin_pb2.DrainWorkerResponse(revision=revision)
+        return admin.DrainWorkerResponse(revision=revision)
 
-    async def ScalePool(self, request: admin_pb2.ScalePoolRequest, context: Context) -> admin_pb2.ScalePoolResponse:
+    async def ScalePool(self, request: admin.ScalePoolRequest, context: Context) -> admin.ScalePoolResponse:
         pool = _checked_name("pool", request.pool)
         if request.replicas > MAX_REPLICAS:
             raise InvalidRequest("replicas", f"is {request.replicas}; a pool has at most {MAX_REPLICAS} workers")
         revision = await self._operator().scale(pool, request.replicas, request.expected_revision)
-        return admin_pb2.ScalePoolResponse(revision=revision)
+        return admin.ScalePoolResponse(revision=revision)
 
-    async def LoadAdapter(
-        self, request: admin_pb2.LoadAdapterRequest, context: Context
-    ) -> admin_pb2.LoadAdapterResponse:
+    async def LoadAdapter(self, request: admin.LoadAdapterRequest, context: Context) -> admin.LoadAdapterResponse:
         gateway = self._models.of(request.model)
         adapter = await gateway.read_adapter(_checked_name("name", request.name), request.path)
         revision = await self._operator().load_adapter(adapter, request.expected_revision)
-        return admin_pb2.LoadAdapterResponse(revision=revision)
+        return admin.LoadAdapterResponse(revision=revision)
 
-    async def UnloadAdapter(
-        self, request: admin_pb2.UnloadAdapterRequest, context: Context
-    ) -> admin_pb2.UnloadAdapterResponse:
+    async def UnloadAdapter(self, request: admin.UnloadAdapterRequest, context: Context) -> admin.UnloadAdapterResponse:
         name = _checked_name("name", request.name)
         revision = await self._operator().unload_adapter(name, request.expected_revision)
-        return admin_pb2.UnloadAdapterResponse(revision=revision)
+        return admin.UnloadAdapterResponse(revision=revision)
 
     def _operator(self) -> Operator:
         if self._models.context.operator is None:
@@ -281,7 +272,7 @@ def _checked_name(field: str, name: str) -> str:
     return name
 
 
-def _interval(request: admin_pb2.GetTraceRequest, current_ns: int, offset_ns: int) -> tuple[int, int]:
+def _interval(request: admin.GetTraceRequest, current_ns: int, offset_ns: int) -> tuple[int, int]:
     """Begin and end on this gateway's clock; the request's clock is `offset_ns` ahead."""
     if request.HasField("last"):
         if (last_ns := request.last.ToNanoseconds()) < 0:
