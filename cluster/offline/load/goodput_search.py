@@ -12,7 +12,7 @@ from math import ceil
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Goodput, Probes, Search, goodput, probe_span_s
 from cluster.offline.scoring.records import Run
-from cluster.offline.workload.arrivals import Workload, WorkloadError
+from cluster.offline.workload.arrivals import Workload, WorkloadError, mean_lengths
 from cluster.offline.workload.changes import WorkloadPhase, at_rate, concatenated, run_number, with_distinct_prompts
 from cluster.offline.workload.load import load_workload
 from workers.request import SLO
@@ -44,7 +44,7 @@ class GoodputQuery:
         """The same, repeated until it is as long as a probe must be or has about `MAX_REQUESTS`."""
         once = self.at(rate, seed, turn)
         count = len(once.arrivals)
-        tokens = sum(each.output_tokens for each in once.arrivals) / count
+        _, tokens = mean_lengths(once.arrivals)
         wanted = min(MAX_REQUESTS, ceil(rate * probe_span_s(self.slo, tokens)))
         if count >= wanted:
             return once

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.request import PlanError, PlanRequest
-from cluster.offline.workload.arrivals import Arrival
+from cluster.offline.workload.arrivals import Arrival, mean_lengths
 from workers.profiles.hardware import Hardware
 
 
@@ -43,10 +43,11 @@ def cost_at(
     dollars_h = sum(gpus * price for gpus, price in prices if price is not None)
     if not rate or any(price is None for _, price in prices):
         return None
-    answers = sum(each.output_tokens for each in arrivals) / len(arrivals)
-    tokens = answers + sum(each.prompt_tokens for each in arrivals) / len(arrivals)
+    prompts, answers = mean_lengths(arrivals)
     per_request = dollars_h / (3600.0 * rate)
-    return ServingCost(dollars_h, rate / dollars_h, 1e6 * per_request / answers, 1e6 * per_request / tokens)
+    return ServingCost(
+        dollars_h, rate / dollars_h, 1e6 * per_request / answers, 1e6 * per_request / (prompts + answers)
+    )
 
 
 def price_line(sheets: Mapping[str, Hardware], given: Mapping[str, float]) -> str:

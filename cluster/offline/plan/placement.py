@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from statistics import fmean
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.estimate import rank_by_estimate
@@ -35,6 +34,7 @@ from cluster.offline.scoring.goodput import (
     Search,
     TimeUp,
     goodput,
+    mean_attainment,
     trying,
 )
 
@@ -259,9 +259,7 @@ class PlacementSearch:
         seeds = self._request.seeds
         found = list(self._each(trial, [rate] * len(seeds), seeds))
         self._requests += len(found) * trial.requests
-        return Attainment(
-            *(fmean(getattr(each, name) for each in found) for name in ("ttft", "tpot", "both", "served"))
-        )
+        return mean_attainment(found)
 
     def _no_answer(self) -> str:
         request = self._request

@@ -19,8 +19,9 @@ from cluster.offline.plan.request import PlanError
 from cluster.offline.scoring.figures import Attainment, attainment, slo_text
 from cluster.offline.scoring.goodput import Map, TimeUp
 from cluster.offline.sim.case import PoolModel
-from cluster.offline.workload.arrivals import Arrival, Workload
-from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
+from cluster.offline.sim.systems import RARE_HEARTBEATS
+from cluster.offline.workload.arrivals import Arrival, Workload, mean_lengths
+from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.history import RequestTrace, Window
 from diptych.request_ids import PROFILE_PREFIX
 from diptych.view import ClusterView, WorkerState
@@ -32,7 +33,6 @@ MAX_TRIED = 32  # arrangements, those closest to the current one first
 MAX_REQUESTS = 2000  # of the load, the latest ones
 MAX_ERROR = 0.1  # of the simulated attainment of the current cluster; above, there is no advice
 BLOCK_SIZE = 16
-RARE_HEARTBEATS = HealthSpec(heartbeat_s=1.0, dead_after_s=10.0)
 
 Part = tuple[Role, str, int]  # a role, the measured pool whose workers have it, and how many
 
@@ -337,13 +337,14 @@ def _met(attained: Attainment) -> str:
 
 def advice_json(running: RunningCluster, tried: Sequence[Tried]) -> dict[str, Any]:
     profile, arrivals = running.profile, running.load.arrivals
+    prompt, output = mean_lengths(arrivals)
     return {
         "load": {
             "requests": len(arrivals),
             "seconds": arrivals[-1].at_s,
             "rate": running.rate,
-            "prompt": fmean(each.prompt_tokens for each in arrivals),
-            "output": fmean(each.output_tokens for each in arrivals),
+            "prompt": prompt,
+            "output": output,
         },
         "now": running.now.description(profile),
         "measured": to_builtins(running.measured),

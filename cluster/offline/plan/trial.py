@@ -14,7 +14,7 @@ from cluster.offline.scoring.figures import Attainment, attainment, judged, most
 from cluster.offline.scoring.goodput import Goodput, probe_span_s
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.case import Case
-from cluster.offline.workload.arrivals import Arrival, Workload
+from cluster.offline.workload.arrivals import Arrival, Workload, mean_lengths
 from cluster.spec import PoolSpec, Role
 from workers.config import EngineConfig
 from workers.costs import CostModel
@@ -198,9 +198,7 @@ def capacity(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], tpot_
     prompt tokens as requests have output tokens for theirs.
     """
     engine = pool.engine
-    prompt = round(sum(each.prompt_tokens for each in arrivals) / len(arrivals))
-    output = sum(each.output_tokens for each in arrivals) / len(arrivals)
-    context = prompt + round(output / 2)
+    prompt, output, context = _mean_tokens(arrivals)
     stages = pool.replicas * pool.parallel.pipeline
     prefill_s = decode_s = 0.0
     if pool.role is not Role.DECODE:
@@ -237,9 +235,14 @@ def _max_concurrent(pool: PoolSpec, context: int) -> int:
 
 def decode_batch(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], tpot_s: float | None) -> tuple[int, int]:
     """The largest batch that fits and meets the TPOT SLO, and the mean context of its sequences."""
-    prompt = round(sum(each.prompt_tokens for each in arrivals) / len(arrivals))
-    context = prompt + round(sum(each.output_tokens for each in arrivals) / len(arrivals) / 2)
+    _, _, context = _mean_tokens(arrivals)
     return _largest_batch(cost, _max_concurrent(pool, context), context, tpot_s), context
+
+
+def _mean_tokens(arrivals: Sequence[Arrival]) -> tuple[int, float, int]:
+    """Of a prompt, of an answer, and of a sequence's context while it decodes."""
+    prompt, output = mean_lengths(arrivals)
+    return round(prompt), output, round(prompt) + round(output / 2)
 
 
 def _largest_batch(cost: CostModel, max_batch: int, context: int, tpot_s: float | None) -> int:

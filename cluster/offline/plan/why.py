@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.request import PlanRequest
 from cluster.offline.plan.trial import MARGIN, Trial, decode_batch, full_trial, held_at_once
+from cluster.offline.workload.arrivals import mean_lengths
 from cluster.spec import PoolSpec, Role
 from workers.profiles.computed import roofline
 from workers.profiles.profile_errors import ProfileError
@@ -127,8 +128,7 @@ def _batch(trial: Trial, pool: PoolSpec) -> tuple[int, int, str]:
 
 
 def _prompt(trial: Trial) -> int:
-    arrivals = trial.load.arrivals
-    return round(sum(each.prompt_tokens for each in arrivals) / len(arrivals))
+    return round(mean_lengths(trial.load.arrivals)[0])
 
 
 def changes(request: PlanRequest, layout: Layout) -> list[WhatIf]:

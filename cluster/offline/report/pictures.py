@@ -19,6 +19,7 @@ from cluster.offline.report.style import (
     PURPLE,
     RED,
     SKY,
+    legend,
     look,
     panels,
     plain,
@@ -79,7 +80,7 @@ def goodput_bars(systems: Sequence[SystemResult]) -> Any:
         xlabel=f"goodput, requests/s per {unit_of(systems)} (black: 95 % CI over seeds)",
         title=f"Goodput with {slo_text(slo)}",
     )
-    _legend(picture, panel)
+    legend(picture, panel)
     return picture
 
 
@@ -127,7 +128,7 @@ def attainment_curves(systems: Sequence[SystemResult]) -> Any:
         ylabel="SLO attainment, %",
         title=f"Attainment of {slo_text(slo)}",
     )
-    _legend(picture, panel)
+    legend(picture, panel)
     return picture
 
 
@@ -161,7 +162,7 @@ def scatter(runs: Sequence[Run], slo: SLO) -> Any:
     for panel in grid.flat[max(0, len(runs) - columns) : len(runs)]:
         panel.set_xlabel("TTFT, s")
         panel.tick_params(labelbottom=True)
-    _legend(picture, grid.flat[0], markerscale=2.5)
+    legend(picture, grid.flat[0], markerscale=2.5)
     return picture
 
 
@@ -198,11 +199,11 @@ def latency_curves(systems: Sequence[SystemResult]) -> Any:
             panel.axhline(factor * bound, color="black", linewidth=1.2, alpha=0.6)
         panel.set(yscale="log", title=label, xlabel=f"offered requests/s per {unit_of(systems)}")
         plain(panel.yaxis)
-    _line_legend(picture, swept)
+    _linelegend(picture, swept)
     return picture
 
 
-def _line_legend(picture: Any, systems: Sequence[SystemResult]) -> None:
+def _linelegend(picture: Any, systems: Sequence[SystemResult]) -> None:
     from matplotlib.lines import Line2D
 
     looks: list[dict[str, Any]] = [
@@ -237,15 +238,8 @@ def phase_bars(systems: Sequence[SystemResult]) -> Any:
     panel.margins(x=0.1)
     panel.grid(axis="y", visible=False)
     panel.set(xlabel="mean seconds of a finished request", title="Where the time went")
-    _legend(picture, panel, ncols=6)
+    legend(picture, panel, ncols=6)
     return picture
-
-
-def _legend(picture: Any, panel: Any, **more: Any) -> None:
-    """One entry per label, below all panels."""
-    handles, labels = panel.get_legend_handles_labels()
-    entries = dict(zip(labels, handles, strict=True))
-    picture.legend(entries.values(), entries.keys(), loc="outside lower center", **{"ncols": 3, **more})
 
 
 @styled

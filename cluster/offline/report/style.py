@@ -96,3 +96,10 @@ def _rules() -> Any:
     except ImportError:
         raise NoPictures("pictures need matplotlib; install it with `pip install 'diptych[pictures]'`") from None
     return matplotlib.rc_context(RULES)
+
+
+def legend(picture: Any, panel: Any, **more: Any) -> None:
+    """One entry per label, below all panels."""
+    handles, labels = panel.get_legend_handles_labels()
+    entries = dict(zip(labels, handles, strict=True))
+    picture.legend(entries.values(), entries.keys(), loc="outside lower center", **{"ncols": 3, **more})

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from cluster.offline.report.style import GREEN, GREY, RED, look, panels, styled
+from cluster.offline.report.style import GREEN, GREY, RED, legend, look, panels, styled
 from cluster.offline.report.table import NOTHING, Grid
 from cluster.offline.scoring.trials import METRICS, Against, Interval, Metric, Trials, TrialVerdict
 
@@ -118,9 +118,7 @@ def trial_intervals(trials: Trials) -> Any:
         panel.set_ylim(0.0, 105.0 if metric.is_share else None)
         panel.grid(axis="x", visible=False)
         panel.set_title(f"{metric.name}, {metric.unit}" + ("\n(more is better)" if metric.more_is_better else ""))
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    picture.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=len(unique))
+    legend(picture, grid.flat[0], ncols=len(trials.configurations))
     return picture
 
 

@@ -126,7 +126,7 @@ class Goodput:
         for probe in self.probes:
             if probe.seed in self.seeds:
                 by_rate.setdefault(probe.rate, []).append(probe.attained)
-        return tuple((rate, _mean(each)) for rate, each in by_rate.items() if len(each) == len(self.seeds))
+        return tuple((rate, mean_attainment(each)) for rate, each in by_rate.items() if len(each) == len(self.seeds))
 
     @property
     def summary(self) -> str:
@@ -337,7 +337,7 @@ def half_width(samples: Sequence[float]) -> float:
     return T95[min(len(samples) - 1, len(T95)) - 1] * stdev(samples) / sqrt(len(samples))
 
 
-def _mean(attained: Sequence[Attainment]) -> Attainment:
+def mean_attainment(attained: Sequence[Attainment]) -> Attainment:
     return Attainment(*(fmean(getattr(each, name) for each in attained) for name in ("ttft", "tpot", "both", "served")))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from cluster.offline.workload.arrivals import Workload
+from cluster.offline.workload.arrivals import Workload, mean_lengths
 from cluster.policy.scaling.balance import Group, Mix, shares
 from cluster.policy.scaling.role_gain import attained
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, HealthSpec, PoolSpec, Role, SpecError
@@ -132,9 +132,7 @@ def phase_seconds(cost: CostModel, workload: Workload, engine: EngineConfig) -> 
 
     Decode batches are as full as KV and slots allow, as they are at the loads where a split matters.
     """
-    count = len(workload.arrivals)
-    prompt = sum(each.prompt_tokens for each in workload.arrivals) / count
-    output = sum(each.output_tokens for each in workload.arrivals) / count
+    prompt, output = mean_lengths(workload.arrivals)
     context = round(prompt + output / 2)
     batch = max(1, min(engine.max_running, engine.kv_blocks * engine.block_size // max(1, context)))
     return cost.prefill_seconds(round(prompt)), output * cost.decode_seconds(batch, batch * context) / batch
@@ -153,13 +151,13 @@ def best_start(cost: CostModel, fleet: EqualWorkers, workload: Workload, slo: SL
 
     Unlike `balanced` it knows the SLO, cached prefixes, and mixed workers.
     """
-    count, engine = len(workload.arrivals), fleet.engine
-    prompt = sum(each.prompt_tokens for each in workload.arrivals) / count
+    engine = fleet.engine
+    prompt, output = mean_lengths(workload.arrivals)
     mix = Mix(
-        rate=count / max(workload.duration_s, 1.0),
+        rate=len(workload.arrivals) / max(workload.duration_s, 1.0),
         prompt_tokens=prompt,
         computed_tokens=prompt * (1.0 - _cached_share(workload)),
-        output_tokens=sum(each.output_tokens for each in workload.arrivals) / count,
+        output_tokens=output,
         ttft_s=slo.ttft_s,
         tpot_s=slo.tpot_s,
     )

@@ -31,6 +31,12 @@ class Arrival:
     sample: int = 0
 
 
+def mean_lengths(arrivals: Sequence[Arrival]) -> tuple[float, float]:
+    """Mean tokens of prompts, and of answers."""
+    count = len(arrivals)
+    return sum(each.prompt_tokens for each in arrivals) / count, sum(each.output_tokens for each in arrivals) / count
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Arrivals ordered by time. `notes` list the changes made to the source (jitter, clipping, another rate)."""
