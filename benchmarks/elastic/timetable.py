@@ -20,7 +20,7 @@ from cluster.offline.scoring.figures import Attainment, attainment, most_missed
 from cluster.offline.scoring.goodput import Map
 from cluster.offline.sim.cluster import Environment
 from cluster.offline.sim.run import RunOptions, simulate
-from cluster.policy.scaling.load_report import LoadReport
+from cluster.policy.scaling.offered_load import LoadReport
 from cluster.spec import ElasticSpec, Role
 from diptych.view import ClusterView, Decision, WorkerState, WorkerView
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.control.changes import ControllerUnavailable
 from cluster.control.membership import Membership
-from cluster.policy.scaling.load_report import LoadReport
+from cluster.policy.scaling.offered_load import LoadReport
 from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import Role

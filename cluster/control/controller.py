@@ -34,7 +34,7 @@ from cluster.control.replicas import ReplicaContext, ReplicaManager, order_of
 from cluster.control.scaling_loop import ScalingLoop, ScalingPolicy
 from cluster.control.supervision import Failures, supervised
 from cluster.policy.policy import open_policy
-from cluster.policy.scaling.load_report import LoadReport
+from cluster.policy.scaling.offered_load import LoadReport
 from cluster.runtime.interface import Runtime
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec, PoolSpec, Role

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from cluster.control.changes import ChangeError
 from cluster.control.supervision import Failures, supervised
-from cluster.policy.scaling.load_report import LoadReport
+from cluster.policy.scaling.offered_load import LoadReport
 from cluster.spec import Role
 from diptych.view import ClusterView, Decision, DecisionRecord, WorkerState
 from workers.log_fields import log_fields

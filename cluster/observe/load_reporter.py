@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.events import ClusterError
 from cluster.observe.request_observer import RequestEnd, RequestObserver
-from cluster.policy.scaling.load_report import LoadReport, Sample
+from cluster.policy.scaling.offered_load import LoadReport, Sample
 from workers.request import SLO, Request
 
 MAX_SAMPLES = 512  # the latest ones of a report

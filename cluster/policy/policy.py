@@ -18,14 +18,14 @@ from cluster.policy.admission.slo import SLOAdmission
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import LearnedLengths, LengthPredictor, expected_tokens, longest_answer
 from cluster.policy.estimate.reservation_wait import ReservationWait
-from cluster.policy.routing.baselines.load_based import (
+from cluster.policy.routing.baselines import (
     DistServe,
     LeastLoaded,
     Random,
     RoundRobin,
     SplitMix64,
+    Splitwise,
 )
-from cluster.policy.routing.baselines.splitwise import Splitwise
 from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal
 from cluster.policy.routing.lending import Lending
 from cluster.policy.routing.picking import WorkerLookup

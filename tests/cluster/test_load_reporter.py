@@ -9,7 +9,7 @@ import pytest
 from cluster.events import Accepted, Rejected
 from cluster.observe.load_reporter import MAX_SAMPLES, LoadReporter
 from cluster.observe.request_observer import RequestEnd
-from cluster.policy.scaling.load_report import LoadReport
+from cluster.policy.scaling.offered_load import LoadReport
 from cluster.policy.slo_attainment import Ended
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ElasticSpec, GatewaySpec

@@ -13,7 +13,7 @@ import pytest
 from cluster.control.scaling_loop import MAX_ENTRIES, ClusterOperator, ScalingLoop
 from cluster.control.supervision import Failures
 from cluster.offline.sim.clock import run
-from cluster.policy.scaling.load_report import LoadReport
+from cluster.policy.scaling.offered_load import LoadReport
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec import ClusterSpec, Role

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from cluster.policy.scaling.balance import Group, Mix, shares
+from cluster.policy.scaling.balance import SOON_S, Group, Mix, attained, gain, shares
 from cluster.policy.scaling.elastic import CALM, PATIENCE, Elastic
-from cluster.policy.scaling.load_report import LoadReport, Sample
-from cluster.policy.scaling.offered_load import RECENT_S, SOON_S
-from cluster.policy.scaling.role_gain import attained, gain
+from cluster.policy.scaling.offered_load import RECENT_S, LoadReport, Sample
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, Decision, PoolView, WorkerState, WorkerView
 from workers.config import EngineConfig

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from cluster.policy.routing.baselines.load_based import SplitMix64
+from cluster.policy.routing.baselines import SplitMix64
 from cluster.policy.routing.router import Placement, SentWork
 from tests.policy.views import BLOCKS, Story, only_linked, request, view, worker
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from cluster.cli import main
 from cluster.control.replicas import order_of
 from cluster.policy.scaling.elastic import Elastic, ElasticModels, elastic_policy
-from cluster.policy.scaling.load_report import LoadReport, Sample
+from cluster.policy.scaling.offered_load import LoadReport, Sample
 from cluster.precheck import check_model
 from cluster.spec import ClusterSpec, SpecError
 from cluster.spec_file import load_spec, parse_spec

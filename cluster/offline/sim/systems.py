@@ -9,8 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from cluster.offline.workload.arrivals import Workload, mean_lengths
-from cluster.policy.scaling.balance import Group, Mix, shares
-from cluster.policy.scaling.role_gain import attained
+from cluster.policy.scaling.balance import Group, Mix, attained, shares
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, HealthSpec, PoolSpec, Role, SpecError
 from workers.config import EngineConfig, ParallelConfig
 from workers.costs import CostModel

@@ -3,7 +3,7 @@
 from typing import ClassVar, NamedTuple
 
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.routing.baselines.load_based import LeastLoaded
+from cluster.policy.routing.baselines import LeastLoaded
 from cluster.policy.routing.picking import WorkerLookup, Workers, fitting
 from cluster.policy.routing.prefix_index import NO_MATCH, Match, PrefixIndex, prefix_hashes
 from cluster.policy.routing.router import Placement, PlacementRequest

@@ -1,25 +1,33 @@
-"""How well workers with given roles would meet their SLOs under a given load: closed forms, no simulation. Pure.
+"""How well workers with given roles would meet their SLOs under a given load, and what a change of roles gains. Pure.
 
 Decodes are spread so that all steps take equally long (Little's law). Prompts get the time that decodes leave, and wait
 as in one M/D/1 queue that all workers with prompts share. The result is the load as a share of the highest load that
 meets each SLO: above 1 the SLO is missed. The step time as a share of the TPOT SLO would not do: a step of one sequence
 takes half as long as a full one, so it does not show how many more sequences fit.
+
+    gain = attained(new roles, without the cached prefixes that the changes lose) / attained(present roles) - 1 - cost
+
+`attained` is the share of requests that meet both SLOs while the load stays as it is, and `cost` that of the requests
+that the changing workers could have served meanwhile. A load is expected to last for as long as it has been seen.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.spec import Role
 from workers.config import ADAPTIVE_MARGIN
 from workers.costs import CostModel
 
+SOON_S = 5.0  # about what a role change takes: only decodes that start within it count
 _SATURATED = 0.95  # share of the capacity beyond which the queue grows without bound
 _ALL_LATE = 2.0  # extra weight of a TPOT share above 1: a step that is too long makes all requests late, not some
 _NO_ROOM = 20.0  # slope of a decode room share above 1
 _TAIL = 2.0  # times the mean wait: the wait that about one request in ten exceeds
 _BISECTIONS = 24
 _MIN_CHUNK = 16
+LATE_AT_FULL_LOAD = 0.1  # of the requests: that load is full at which one in ten waits too long
+_STEEPNESS = 8  # late requests grow with this power of the load: 1 % at three quarters of full load
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,3 +252,39 @@ def _pace(group: Group, mix: Mix, context: float, step_s: float) -> _Pace:
 
 def _overfull(share: float) -> float:
     return 1.0 + _NO_ROOM * (share - 1.0)
+
+
+def attained(worst: float) -> float:
+    """The share of requests that meet both SLOs, by the worst share of full load.
+
+    Below full load, some are late because requests arrive at random. Beyond it, those that exceed it are late, too.
+    """
+    if worst <= 1.0:
+        return 1.0 - LATE_AT_FULL_LOAD * worst**_STEEPNESS
+    return (1.0 - LATE_AT_FULL_LOAD) / worst
+
+
+def gain(present: Sequence[Group], now: Shares, final: Sequence[Group], flips: int, mix: Mix) -> float:
+    """How many more requests meet both SLOs, as a share of those that do now, if `flips` workers change roles.
+
+    `present` has the shares `now`; `final` are the groups after the changes.
+
+    - A worker that changes serves nothing for `SOON_S`, until its work has moved and new work has come. Of `count`
+      workers over `seen_s` seconds, that is flips * SOON_S / (count * seen_s).
+    - Its cached prefixes count as lost, since prompts then go elsewhere: of the prompt tokens found in caches, those
+      of the changing workers' share of the workers that take prompts. The new roles are rated with as many more prompt
+      tokens to compute. A decode worker has no such prefixes.
+    """
+    count = sum(group.count for group in present)
+    from_decode = max(0, _count(present, Role.DECODE) - _count(final, Role.DECODE))
+    prompting = max(1, count - _count(present, Role.DECODE))
+    recomputed = min(1.0, (flips - from_decode) / prompting) * (mix.prompt_tokens - mix.computed_tokens)
+    then = attained(shares(final, replace(mix, computed_tokens=mix.computed_tokens + recomputed)).worst)
+    before = attained(now.worst)
+    if not before:
+        return math.inf if then else 0.0
+    return then / before - 1.0 - flips * SOON_S / (count * mix.seen_s)
+
+
+def _count(groups: Sequence[Group], role: Role) -> int:
+    return sum(group.count for group in groups if group.role is role)

@@ -20,10 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 
-from cluster.policy.scaling.balance import Group, Mix, Shares, shares
-from cluster.policy.scaling.load_report import LoadReport
-from cluster.policy.scaling.offered_load import MIN_REQUESTS, OfferedLoad
-from cluster.policy.scaling.role_gain import gain
+from cluster.policy.scaling.balance import Group, Mix, Shares, gain, shares
+from cluster.policy.scaling.offered_load import MIN_REQUESTS, LoadReport, OfferedLoad
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from diptych.view import ClusterView, Decision, WorkerState, WorkerStats, WorkerView
 from workers.costs import CorrectedCost, CostModel, LinearCost

@@ -1,12 +1,13 @@
-"""The load of a cluster, from gateways' load reports and workers' statistics. Pure."""
+"""What gateways report of their load, and the load of the cluster: from reports and workers' statistics. Pure."""
 
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.policy.scaling.balance import Answers, Mix
-from cluster.policy.scaling.load_report import LoadReport, Sample
+from msgspec import Struct
+
+from cluster.policy.scaling.balance import SOON_S, Answers, Mix
 from cluster.spec import ElasticSpec
 from diptych.view import WorkerView
 from workers.request import SLO
@@ -14,10 +15,33 @@ from workers.stats import WorkerStats
 
 BACKLOG_S = 10.0  # a backlog counts as if it came within this time
 RECENT_S = 5.0  # window of the prefill load
-SOON_S = 5.0  # about what a role change takes: only decodes that start within it count
 CHANCE = 2.0  # standard deviations; recent load that differs by less is not another load
 MIN_REQUESTS = 5  # with fewer in the window there is no load to speak of
 _MIN_RECENT_REQUESTS = 8
+
+
+class Sample(Struct, frozen=True, gc=False):
+    """One request that has ended. `computed_tokens` of its prompt were not cached. SLOs in seconds; None: no SLO."""
+
+    prompt_tokens: int
+    computed_tokens: int
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+
+
+class LoadReport(Struct, frozen=True, gc=False):
+    """What one gateway has seen of one model's requests since its last report, `seconds` ago.
+
+    `arrived` requests came, with `arrived_tokens` of prompt; their answers are expected to have `expected_tokens`.
+    """
+
+    gateway: str
+    seconds: float
+    arrived: int
+    arrived_tokens: int
+    expected_tokens: int = 0
+    samples: tuple[Sample, ...] = ()
+    model: str = ""
 
 
 class OfferedLoad:

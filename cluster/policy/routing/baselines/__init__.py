@@ -1,1 +1,0 @@
-"""Routers of the literature and of other systems, to compare with."""
