@@ -30,6 +30,7 @@ from cluster.spec import ClusterSpec, Role
 from diptych.background_tasks import BackgroundTasks
 from diptych.view import Adapter, ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
 from workers.errors import WorkerError
+from workers.request import LateSource
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class WorkerDiscovery:
         self.adapters: dict[str, Adapter] = {}  # of the membership, by name
         self._seen: dict[str, WorkerView] = {}  # the routing view's workers
         self._sent: dict[str, SentWork] = {}
-        self._late: dict[str, WorkerClient] = {}  # by name, those that `catch_up` asks
+        self._late: dict[str, LateSource] = {}  # by worker, those that `catch_up` asks
         self._stale: set[str] = set()  # workers that changed since the last routing view
         self._routing_view: ClusterView | None = None  # None: other parts changed
         self._lending = Lending(spec)
@@ -168,8 +169,8 @@ class WorkerDiscovery:
 
     def catch_up(self, *, with_tokens: bool = False) -> None:
         """Take the statistics, and perhaps the tokens, that workers in this process have not reported yet."""
-        for client in tuple(self._late.values()):
-            client.catch_up(with_tokens=with_tokens)
+        for source in tuple(self._late.values()):
+            source.catch_up(with_tokens)
 
     async def audit(self) -> ClusterView:
         """The view, with each ready worker's check of its block accounting."""

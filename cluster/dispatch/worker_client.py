@@ -39,7 +39,7 @@ OnMessage = Callable[[Message], None]
 class WorkerClient:
     """Owned by a WorkerDiscovery. `changed` is called when the worker first answers, and when it is lost; `touched`
     also for statistics, whenever `seen` changes. `sent`: the work sent to each worker since its latest statistics.
-    `late`: the clients whose worker may have something to tell late, by name.
+    `late`: what workers may have to tell late, by name.
 
     `cache` reads the worker's cache events. It is closed, and `handle` disconnected, with the client. `kv_dtype`: of
     the worker's pool.
@@ -53,7 +53,7 @@ class WorkerClient:
         subscriber: str,
         silence_s: float,
         sent: dict[str, SentWork],
-        late: "dict[str, WorkerClient]",
+        late: dict[str, LateSource],
         touched: Callable[[], None],
         changed: Callable[[], None],
         cache: KVEventReader | None,
@@ -121,7 +121,7 @@ class WorkerClient:
             if source is None:
                 del self._late[self.name]
             else:
-                self._late[self.name] = self
+                self._late[self.name] = source
 
     def catch_up(self, *, with_tokens: bool = True) -> None:
         """Take what a worker in this process has not reported yet, up to now: statistics, and perhaps tokens."""

@@ -145,7 +145,11 @@ class BlockPool:
         return len(first)
 
     def allocate(self, count: int, evicted: list[Cached] | None = None) -> list[int]:
-        """`count` blocks with one reference each, in ascending order. Raises `OutOfBlocks` and changes nothing.
+        """As `take`, in ascending order."""
+        return sorted(self.take(count, evicted))
+
+    def take(self, count: int, evicted: list[Cached] | None = None) -> list[int]:
+        """`count` blocks with one reference each. Raises `OutOfBlocks` and changes nothing.
 
         Evicted prefixes are added to `evicted`, for a pool with host memory; their content stays in the blocks until
         the next write.
@@ -169,7 +173,7 @@ class BlockPool:
         references = self._references
         for block in taken:
             references[block] = 1
-        return sorted(taken)
+        return taken
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to blocks that are held."""

@@ -1,23 +1,21 @@
 """Decode steps in a row of the same sequences, none of which ends: their commits, without building each step.
 
 Nothing but the next tokens changes in such steps: sequences grow, blocks fill up and are cached, new blocks are
-allocated. `DecodeSteps` does these in the order in which single steps do them. Pure.
+allocated. `DecodeSteps` does these in the order in which single steps do them.
 
 Source of the technique: multi-step scheduling, as in vLLM.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 from workers.engine.blocks import BlockPool
 from workers.engine.estimate import StepEstimate
+from workers.engine.executor import RunningDecodes
 from workers.engine.kv_cache import KVCacheManager
 from workers.engine.sequence import Sequence
 from workers.kv_events import HASH_BLOCK_SIZE
-
-Sample = Callable[[str, int, int], Items[int]]
-"""The tokens of this sequence from this position on, so many. None of them is an end token."""
 
 
 def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int, *, logs: bool) -> int:
@@ -43,7 +41,9 @@ def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int, *, 
         if logs:
             most = min(most, pool.log.hash_block_size - each.num_computed % pool.log.hash_block_size)
     size, free = pool.block_size, pool.num_free - (pool.num_cached if logs else 0)
-    while most > 1 and sum(_missing_blocks(each, most, size) for each in sequences) > free:
+    while most > 1 and free < len(sequences) * (most // size + 1):  # each lacks at most as many
+        if sum([_missing_blocks(each, most, size) for each in sequences]) <= free:
+            break
         most //= 2
     return most
 
@@ -56,79 +56,85 @@ def _missing_blocks(sequence: Sequence, steps: int, size: int) -> int:
 class DecodeSteps:
     """Made by an Engine, used by its MultiStep. `sequences` in the order of the step, which is in flight.
 
-    Blocks are allocated with each commit. Tokens and hashes of blocks follow in `settle`; hashes that get into the
-    event log at once.
+    `num_ended` steps have ended and are committed: blocks are allocated. Of `num_settled`, the tokens and the hashes of
+    blocks are there too. Hashes that get into the event log are there at once.
     """
 
     def __init__(
         self,
+        steps: RunningDecodes,
         sequences: Items[Sequence],
         kv: KVCacheManager,
         pool: BlockPool,
         estimate: StepEstimate,
-        sample: Sample,
     ) -> None:
+        self.steps = steps
         self.sequences = sequences
+        self.num_ended = self.num_settled = 0
         self._context_tokens = sum([len(each.tokens) for each in sequences])  # of the step in flight
         self._kv = kv
         self._pool = pool
         self._estimate = estimate
-        self._sample = sample
-        self._ended = 0
         self._begun_with = [each.num_computed for each in sequences]
-        self._filled_after: dict[int, list[int]] = {}  # these many steps, modulo the block size: indices
-        for index, computed in enumerate(self._begun_with):
-            self._filled_after.setdefault(-computed % pool.block_size, []).append(index)
-        self._uncached: dict[int, None] = {}  # indices of those with full blocks that are not cached yet
-        self._stops = sorted(self._filled_after)
-        self.num_until_filled = self._steps_to_filled()  # more steps, and then new blocks are allocated
+        self._events: list[tuple[int, bool, int]] = []  # (steps, whether blocks are full then or a named prefix, index)
+        size, num_steps = pool.block_size, len(steps.ends_s)
+        for index, (each, computed) in enumerate(zip(sequences, self._begun_with, strict=True)):
+            full = range(len(each.blocks) * size - computed, num_steps, size)
+            named = range(HASH_BLOCK_SIZE - computed % HASH_BLOCK_SIZE, num_steps, HASH_BLOCK_SIZE)
+            self._events += [(end, True, index) for end in full] + [(end, False, index) for end in named]
+        self._events.sort(reverse=True)
 
-    def _steps_to_filled(self) -> int:
-        """After how many more steps the next blocks are full."""
-        place = self._ended % self._pool.block_size
-        index = bisect_right(self._stops, place)
-        return (self._stops[index] if index < len(self._stops) else self._stops[0] + self._pool.block_size) - place
+    def num_ended_by(self, now_s: float) -> int:
+        """Without the last one."""
+        ends_s = self.steps.ends_s
+        return bisect_right(ends_s, now_s, self.num_ended, len(ends_s) - 1)
 
-    def commit(self, seconds: Items[float]) -> None:
-        """The step in flight and those behind it, at most `num_until_filled`, have ended: each took so long."""
-        count, batch = len(seconds), len(self.sequences)
-        self._estimate.learn_decodes(batch, self._context_tokens, seconds)
-        self._context_tokens += count * batch
-        self._ended += count
-        self.num_until_filled -= count
-        if not self.num_until_filled:
-            self.num_until_filled = self._steps_to_filled()
-            self._fill()
+    def commit(self, ended: int) -> None:
+        """So many steps have ended."""
+        first, self.num_ended, batch = self.num_ended, ended, len(self.sequences)
+        self._estimate.learn_decodes(batch, self._context_tokens, self.steps.seconds[first:ended])
+        self._context_tokens += (ended - first) * batch
+        used, num_used, filled = list[int](), self._pool.num_used(), list[int]()
+        while self._events and self._events[-1][0] <= ended:
+            end, is_full, index = self._events.pop()
+            if is_full:
+                filled.append(index)
+                used += [num_used] * (end - first - len(used))
+                num_used += 1
+            else:
+                self._allocate(filled)
+                self._append(index, end)
+        self._allocate(filled)
         self._kv.take_missing()  # no loan could give it
+        self.steps.observe(first, used + [num_used] * (ended - first - len(used)))
 
-    def _fill(self) -> None:
-        """Blocks are full."""
-        pool, size = self._pool, self._pool.block_size
-        filled = self._filled_after[self._ended % size]
-        for index in filled:
-            self._uncached[index] = None
-            if (self._begun_with[index] + self._ended) % HASH_BLOCK_SIZE == 0:
-                self._append(index)
-        for index in filled:
-            each = self.sequences[index]
-            if self._begun_with[index] + self._ended == len(each.blocks) * size:
-                each.blocks += pool.allocate(1)
+    def _allocate(self, filled: list[int]) -> None:
+        """A block for each of these."""
+        if not filled:
+            return
+        for index, block in zip(filled, self._pool.take(len(filled)), strict=True):
+            self.sequences[index].blocks.append(block)
+        filled.clear()
 
-    def settle(self, *, blocks_only: bool = False) -> None:
-        """Append the tokens of the steps that have ended, and cache the blocks that they filled.
+    def settle(self) -> list[float]:
+        """Append the tokens of all committed steps, and cache the blocks that they filled. Returns when they ended."""
+        first, self.num_settled = self.num_settled, self.num_ended
+        if first < self.num_ended:
+            for index in range(len(self.sequences)):
+                self._append(index, self.num_ended)
+        return self.steps.ends_s[first : self.num_ended]
 
-        `blocks_only`: not the tokens of sequences without such blocks.
-        """
-        for index in tuple(self._uncached) if blocks_only else range(len(self.sequences)):
-            self._append(index)
+    def _next_full(self, sequence: Sequence) -> int:
+        """How many computed tokens fill the first block that is not cached."""
+        return (sequence.num_cached_blocks + 1) * self._pool.block_size
 
-    def _append(self, index: int) -> None:
-        sequence, num_computed = self.sequences[index], self._begun_with[index] + self._ended
-        self._uncached.pop(index, None)
+    def _append(self, index: int, steps: int) -> None:
+        """The tokens of the first so many steps."""
+        sequence, num_computed = self.sequences[index], self._begun_with[index] + steps
         if count := num_computed - sequence.num_computed:
-            sequence.tokens += self._sample(sequence.key, len(sequence.tokens), count)
+            sequence.tokens += self.steps.sample(sequence.key, len(sequence.tokens), count)
             sequence.num_computed = num_computed
-            if num_computed >= (sequence.num_cached_blocks + 1) * self._pool.block_size:
+            if num_computed >= self._next_full(sequence):
                 self._kv.cache_blocks(sequence)
 
     def commit_last(self, seconds: float) -> Iterator[tuple[Sequence, int]]:
@@ -141,6 +147,6 @@ class DecodeSteps:
             each.num_ordered -= 1
             each.num_computed += 1
             if not each.finish_pending:
-                if each.num_computed >= (each.num_cached_blocks + 1) * self._pool.block_size or each.request.group:
+                if each.num_computed >= self._next_full(each) or each.request.group:
                     self._kv.cache_blocks(each)
-                yield each, self._sample(each.key, len(each.tokens), 1)[0]
+                yield each, self.steps.sample(each.key, len(each.tokens), 1)[0]

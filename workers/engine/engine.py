@@ -18,10 +18,10 @@ from workers.engine.block_store import BlockStore
 from workers.engine.blocks import BlockPool, block_hashes
 from workers.engine.borrowing import Moves
 from workers.engine.catching_up import catches_up, unaffected
-from workers.engine.decode_steps import DecodeSteps, Sample, num_decode_steps
+from workers.engine.decode_steps import DecodeSteps, num_decode_steps
 from workers.engine.engine_stats import EngineStats
 from workers.engine.estimate import StepEstimate
-from workers.engine.executor import ModelFacts
+from workers.engine.executor import ModelFacts, RunningDecodes
 from workers.engine.host_tier import StepCopies
 from workers.engine.leases import LeaseBook
 from workers.engine.loads import Loads
@@ -271,14 +271,14 @@ class Engine:
         return num_decode_steps(sequences, self._pool, most, logs=logs) if sequences else 1
 
     @unaffected
-    def begin_decodes(self, sample: Sample, catch_up: Callable[[bool], object]) -> DecodeSteps:
-        """Such steps run as one: `count_decodes` and then `DecodeSteps.commit` all but the last, then `end_decodes`
-        and `commit_decodes`.
+    def begin_decodes(self, steps: RunningDecodes, catch_up: Callable[[bool], object]) -> DecodeSteps:
+        """Such steps run as one: `count_decodes`, and `DecodeSteps.commit`, all but the last, then `end_decodes` and
+        `commit_decodes`.
 
         `catch_up` is called before the engine is read (False) or changed (True), to report what has ended by then.
         """
         self._catch_up = catch_up
-        return DecodeSteps(self._scheduler.only_decodes, self._kv, self._pool, self._estimate, sample)
+        return DecodeSteps(steps, self._scheduler.only_decodes, self._kv, self._pool, self._estimate)
 
     def _before_use(self) -> None:
         """A method that is not `unaffected` is called."""

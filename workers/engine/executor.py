@@ -44,8 +44,8 @@ class RunningDecodes(Protocol):
     ends_s: list[float]
     result: asyncio.Future[StepResult]
 
-    def observe(self, begin: int, stop: int) -> None:
-        """These steps have ended, with the same used blocks; called in order, for all but the last."""
+    def observe(self, first: int, used: list[int]) -> None:
+        """Steps from `first` on have ended, each with so many blocks in use; called in order, for all but the last."""
         ...
 
     def sample(self, key: str, position: int, count: int) -> list[int]:

@@ -8,30 +8,21 @@ for them or the sequence ends. Nothing else may tell the two ways apart.
 """
 
 import asyncio
-from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from msgspec import structs
 
 from workers.engine.decode_steps import DecodeSteps
 from workers.engine.engine import Engine, EngineOutput
-from workers.engine.executor import Executor, RunningDecodes
+from workers.engine.executor import Executor
 from workers.engine.sequence import Sequence, State
 from workers.engine.step import StepPlan, StepResult
 from workers.request import LateReader, TokensOut
 from workers.stats import WorkerStats
 
 MAX_STEPS = 128
-
-
-class _Run(NamedTuple):
-    """Steps that run as one: in the executor and in the engine."""
-
-    steps: RunningDecodes
-    decodes: DecodeSteps
 
 
 @dataclass(slots=True)
@@ -88,14 +79,12 @@ class MultiStep:
         self._stats = stats
         self._now_s = now_s
         self._longest_s = longest_s
-        self._run: _Run | None = None
+        self._run: DecodeSteps | None = None
         self._going: Items[Sequence] = ()  # sequences of these steps, if their outputs are late
         self._late: dict[str, _Late] = {}  # by sequence
         self._readers: dict[LateReader, None] = {}  # of these
-        self._ended = self._committed = self._noted = 0  # of the steps; `noted`: in `_Late.times_s`
         self._is_checked = True
         self._logs = False  # only the last step may change the cache log
-        self._is_catching_up = False
         self._ending: DecodeSteps | None = None  # whose last step has ended and is not committed
         self._untold: dict[LateReader, None] = {}  # they get statistics after the last step, but perhaps no outputs
 
@@ -116,13 +105,12 @@ class MultiStep:
         if (count := self._engine.num_decode_steps(MAX_STEPS, logs=logs)) < 2:
             return None
         steps = self._executor.execute_decodes(plan, count, self._last)
-        self._ended = self._committed = self._noted = 0
         self._is_checked, self._logs = True, logs
-        self._run = _Run(steps, self._engine.begin_decodes(steps.sample, self._on_use))
+        self._run = self._engine.begin_decodes(steps, self._on_use)
         if max(steps.seconds) >= self._longest_s:
             steps.shorten(1)
             return steps.result
-        self._going = self._run.decodes.sequences
+        self._going = self._run.sequences
         for sequence, reader in zip(self._going, readers, strict=True):
             if sequence.key not in self._late:
                 self._late[sequence.key] = _Late(sequence, reader)
@@ -134,28 +122,22 @@ class MultiStep:
     @property
     def begun_s(self) -> float:
         """When the step in flight began, if it is one of these and not the first; else 0."""
-        if self._run is None:
-            return 0.0
-        ended = self._num_ended(self._run.steps)
-        return self._run.steps.ends_s[ended - 1] if ended else 0.0
-
-    def _num_ended(self, steps: RunningDecodes) -> int:
-        """By now, without the last one."""
-        return bisect_right(steps.ends_s, self._now_s(), self._ended, len(steps.ends_s) - 1)
+        ended = 0 if self._run is None else self._run.num_ended_by(self._now_s())
+        return self._run.steps.ends_s[ended - 1] if self._run is not None and ended else 0.0
 
     def reports_to(self, reader: LateReader) -> bool:
         """Whether steps run whose outputs this reader gets late."""
         return self._run is not None and reader in self._readers
 
     def num_unreported(self, key: str) -> int:
-        late = self._late.get(key)
+        late, run = self._late.get(key), self._run
         if late is None:
             return 0
-        return len(late.times_s) + (0 if self._run is None else self._num_ended(self._run.steps) - self._noted)
+        return len(late.times_s) + (0 if run is None else run.num_ended_by(self._now_s()) - run.num_settled)
 
     def catch_up(self, with_tokens: bool) -> None:
         """Count and tell what has ended by now, but for the last step."""
-        self._catch_up(commits=with_tokens, with_tokens=with_tokens)
+        self._catch_up(settles=with_tokens)
         if with_tokens:
             for key in tuple(self._late):
                 self._tell(key)
@@ -163,7 +145,7 @@ class MultiStep:
     def report(self, key: str) -> None:
         """Tell the tokens of this sequence up to now."""
         if key in self._late:
-            self._catch_up(commits=True, with_tokens=True)
+            self._catch_up(settles=True)
             self._tell(key)
 
     def _tell(self, key: str) -> None:
@@ -171,53 +153,25 @@ class MultiStep:
         if late is not None and (outputs := late.take()):
             late.reader.on_late_tokens(outputs)
 
-    def _catch_up(self, *, commits: bool, with_tokens: bool) -> None:
+    def _catch_up(self, *, settles: bool) -> None:
+        """Commit what has ended by now, which changes the statistics, and perhaps settle it: tokens and their times."""
         run = self._run
-        if run is None or self._is_catching_up:
+        if run is None:
             return
-        ended = self._num_ended(run.steps)
-        if ended == self._ended and not commits:
-            return
-        self._is_catching_up = True
-        try:
-            if ended > self._ended:
-                self._count(run, ended)
-            if commits:
-                self._commit(run, ended)
-                run.decodes.settle(blocks_only=not with_tokens)
-            if with_tokens:
-                self._note(run)
-        finally:
-            self._is_catching_up = False
-
-    def _count(self, run: _Run, ended: int) -> None:
-        """These steps have ended by now: tell the statistics."""
-        steps = run.steps
-        self._engine.count_decodes(steps.seconds[self._ended : ended])
-        self._ended = ended
-        while (filled := self._committed + run.decodes.num_until_filled) <= ended:
-            self._commit(run, filled)
-        stats = self._stats()
-        for reader in self._readers:
-            reader.on_late_stats(stats, steps.ends_s[ended - 1])
-
-    def _commit(self, run: _Run, stop: int) -> None:
-        """The steps up to this one, at most until blocks are full."""
-        if stop > self._committed:
-            run.steps.observe(self._committed, stop)
-            run.decodes.commit(run.steps.seconds[self._committed : stop])
-            self._committed = stop
-
-    def _note(self, run: _Run) -> None:
-        """The times of the tokens of all steps that have ended."""
-        if times_s := run.steps.ends_s[self._noted : self._ended]:
-            self._noted = self._ended
+        before, ended = run.num_ended, run.num_ended_by(self._now_s())
+        if ended > before:
+            self._engine.count_decodes(run.steps.seconds[before:ended])
+            run.commit(ended)
+            stats = self._stats()
+            for reader in self._readers:
+                reader.on_late_stats(stats, run.steps.ends_s[ended - 1])
+        if settles and (times_s := run.settle()):
             for late in self._late.values():
                 late.times_s += times_s
 
     def _on_use(self, is_change: bool) -> None:
         """The engine is about to be read or changed."""
-        self._catch_up(commits=is_change, with_tokens=False)
+        self._catch_up(settles=is_change)
         if is_change and self._is_checked:
             self._is_checked = False
             asyncio.get_running_loop().call_soon(self._check)
@@ -226,16 +180,17 @@ class MultiStep:
         """The engine has changed: those behind the step in flight may no longer decode the same."""
         self._is_checked = True
         if self._run is not None:
-            left = len(self._run.steps.ends_s) - self._ended
+            ended = self._run.num_ended
+            left = len(self._run.steps.ends_s) - ended
             count = max(1, self._engine.num_decode_steps(left, logs=self._logs))
             if count < left:
-                self._run.steps.shorten(self._ended + count)
+                self._run.steps.shorten(ended + count)
 
     def _last(self) -> int:
         """The last step has ended."""
-        self._catch_up(commits=True, with_tokens=True)
+        self._catch_up(settles=True)
         assert self._run is not None, "the last step ends once"
-        self._ending, self._run = self._run.decodes, None
+        self._ending, self._run = self._run, None
         return self._engine.end_decodes()
 
     def commit(self, result: StepResult, now_s: float) -> bool:

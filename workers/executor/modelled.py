@@ -229,7 +229,7 @@ class ModelledExecutor:
     def _ended(self, plan: StepPlan, begin_s: float, end_s: float, seconds: float) -> None:
         self._last_s = end_s
         if self._model.observe:
-            self._model.observe(plan, (seconds,), (end_s,))
+            self._model.observe(plan, (seconds,), (end_s,), ())
         self._bubble.add(begin_s, end_s, (seconds / self.depth,) * self.depth)
 
     def _compute(self, plan: StepPlan, begin_s: float, end_s: float, seconds: float) -> StepResult:

@@ -10,8 +10,10 @@ from workers.costs import CostModel
 from workers.engine.estimate import step_parts
 from workers.engine.step import StepPlan, StepResult
 
-Observe = Callable[[StepPlan, Items[float], Items[float]], None]
-"""Steps of this plan in a row: the seconds of each, and the end of its last stage. Called when they have ended."""
+Observe = Callable[[StepPlan, Items[float], Items[float], Items[int]], None]
+"""Steps of this plan in a row: the seconds of each, the end of its last stage, and the blocks that were in use (none:
+as many as now). Called when they have ended.
+"""
 
 Finish = Callable[[StepPlan, int, float, float, float], StepResult]  # plan, number, begin, end, seconds
 
@@ -52,9 +54,10 @@ class ModelledSteps:
         self._vocab_size = vocab_size
         self._timer = loop.call_at(self.ends_s[-1], self._end)
 
-    def observe(self, begin: int, stop: int) -> None:
+    def observe(self, first: int, used: list[int]) -> None:
         if self._observe is not None:
-            self._observe(self._plan, self.seconds[begin:stop], self.ends_s[begin:stop])
+            stop = first + len(used)
+            self._observe(self._plan, self.seconds[first:stop], self.ends_s[first:stop], used)
 
     def sample(self, key: str, position: int, count: int) -> list[int]:
         return modelled_tokens(key, position, count, self._vocab_size, self._never)

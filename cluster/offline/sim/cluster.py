@@ -59,37 +59,43 @@ class Meter:
     _plan: StepPlan | None = None
     _counts: tuple[int, int, int] = (0, 0, 0)  # of this plan
 
-    def observe(self, plan: StepPlan, seconds: Sequence[float], ends_s: Sequence[float]) -> None:
-        """Steps of this plan have ended, during which the same blocks were used."""
+    def observe(
+        self, plan: StepPlan, seconds: Sequence[float], ends_s: Sequence[float], used: Sequence[int] = ()
+    ) -> None:
+        """Steps of this plan have ended, each with so many blocks in use (none: one step, and those used now)."""
         if plan is not self._plan:  # steps that run as one are observed in parts
             self._plan, self._counts = plan, _counts(plan)
         batch, prompt_tokens, drawn = self._counts
         self.steps += len(ends_s)
         self.output_tokens += drawn * len(ends_s)
         self.prompt_tokens += prompt_tokens * len(ends_s)
-        self.settle(ends_s[0])
-        used_blocks = self._used_blocks
+        used_blocks, used = self._used_blocks, used or (self._num_used(),)
         busy_s, busy_to_s, used_block_s, since_s = self.busy_s, self._busy_to_s, self.used_block_s, self._used_since_s
-        for took_s, end_s in zip(seconds, ends_s, strict=True):
+        for took_s, end_s, used_next in zip(seconds, ends_s, used, strict=True):
             begin_s = end_s - took_s
             alone_s = end_s - (begin_s if begin_s > busy_to_s else busy_to_s)
             busy_s += alone_s if alone_s > 0.0 else 0.0
             used_block_s += used_blocks * (end_s - since_s)
             busy_to_s = since_s = end_s
+            used_blocks = used_next
         self.busy_s, self._busy_to_s, self.used_block_s, self._used_since_s = busy_s, busy_to_s, used_block_s, since_s
+        self._used_blocks = used_blocks
         if self.trace:
             requests = tuple(index_of(chunk.key) for chunk in plan.chunks)
             for took_s, end_s in zip(seconds, ends_s, strict=True):
                 step = StepRecord(self.name, end_s - took_s, end_s, prompt_tokens, batch, requests)
                 self.records.append(step)
 
-    def settle(self, now_s: float) -> None:
-        """Count the blocks used since the last call."""
+    def _num_used(self) -> int:
         if self._used is None:
             assert self.server is not None, "set when the worker is built"
             self._used = self.server.worker().engine.pool.num_used
+        return self._used()
+
+    def settle(self, now_s: float) -> None:
+        """Count the blocks used since the last call."""
         self.used_block_s += self._used_blocks * (now_s - self._used_since_s)
-        self._used_blocks, self._used_since_s = self._used(), now_s
+        self._used_blocks, self._used_since_s = self._num_used(), now_s
 
     def record(self, pool: PoolSpec) -> WorkerRecord:
         assert self.server is not None

@@ -68,13 +68,11 @@ class HistogramBuilder:
         if not values:
             return
         self._totals[labels] += sum(values)
-        bounds = self._bounds
-        place = bisect_left(bounds, values[0])
-        if len(values) == 1 or place == bisect_left(bounds, min(values)) == bisect_left(bounds, max(values)):
-            counts[place] += len(values)  # gaps between the tokens of an answer are much alike
-            return
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
+        low, high, counted = bisect_left(self._bounds, min(values)), bisect_left(self._bounds, max(values)), 0
+        for place in range(low, high):  # few: gaps between the tokens of an answer are much alike
+            before, counted = counted, sum(map(self._bounds[place].__ge__, values))
+            counts[place] += counted - before
+        counts[high] += len(values) - counted
 
     def snapshot(self) -> Histograms:
         rows = (HistogramRow(labels, tuple(counts), self._totals[labels]) for labels, counts in self._counts.items())
