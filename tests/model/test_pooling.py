@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from workers.model.pooling import read_pooling
+from workers.model.folder import read_pooling
 
 
 def test_the_folder_says_how_it_pools(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from workers.executor.kv_pool import KVPool, allocate_pool
 
 pytest.importorskip("triton")
 
-from workers.executor.device_pool import DevicePool
+from workers.executor.kv_pool import DevicePool
 from workers.executor.rank import _digests
 from workers.ops.triton_digest import cell_digests
 

@@ -11,9 +11,9 @@ The router predicts with a `CostModel`; the modelled executor and the simulator 
     └─ CorrectedCost     another one, corrected by the steps that ran
 """
 
-from workers.costs.corrected import CorrectedCost as CorrectedCost
 from workers.costs.linear import LinearCost as LinearCost
 from workers.costs.port import MAX_TOKENS as MAX_TOKENS
+from workers.costs.port import CorrectedCost as CorrectedCost
 from workers.costs.port import CostModel as CostModel
 from workers.costs.port import step_seconds as step_seconds
 from workers.costs.profiled import LayeredCost as LayeredCost

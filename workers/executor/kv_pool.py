@@ -3,17 +3,20 @@
 Knows how much memory this process may take. Knows no sequence: the engine assigns the blocks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.digest import spans_of
 from kvtransfer.layout import KVLayout
-from kvtransfer.transport import Region
+from kvtransfer.ticket import Piece
+from kvtransfer.transport import Region, Span
 from workers.engine.step import StepPlan
 from workers.errors import ModelError
 from workers.executor.kv_sizing import SPARE
@@ -109,6 +112,33 @@ def _runs(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return runs
 
 
+class DevicePool:
+    """The bytes of a pool on a GPU, for transports: probe blocks and digests of what arrived. See `DeviceBytes`.
+
+    `memory` [byte] is the region. Works beside the steps, so the caller must know that the bytes are written.
+    """
+
+    def __init__(self, memory: Tensor, side_stream: SideStream) -> None:
+        self._memory = memory
+        self._side_stream = side_stream
+
+    def load(self, offset: int, num_bytes: int) -> bytes:
+        with self._side_stream():
+            found = self._memory[offset : offset + num_bytes].to("cpu", non_blocking=True)
+        return found.numpy().tobytes()
+
+    def store(self, offset: int, data: bytes) -> None:
+        with self._side_stream():
+            self._memory[offset : offset + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def digests(self, offset: int, layout: KVLayout, box: Piece, rows: Sequence[Sequence[Span]]) -> NDArray[np.uint64]:
+        from workers.ops.triton_digest import cell_digests  # only where Triton is installed
+
+        with self._side_stream():
+            digests = cell_digests(self._memory[offset:], layout, box, rows).to("cpu", non_blocking=True)
+        return digests.numpy().view(np.uint64)
+
+
 def allocate_pool(
     layout: KVLayout,
     num_blocks: int,
@@ -143,8 +173,6 @@ def allocate_pool(
     if device.type == "cpu":
         memory = PAGES.empty(region.num_bytes)
     else:
-        from workers.executor.device_pool import DevicePool  # needs Triton
-
         memory = torch.zeros(region.num_bytes, dtype=torch.uint8, device=device)
         wait(record_event())  # before anything is written beside the steps
         region = replace(region, device=f"cuda:{memory.device.index}", device_bytes=DevicePool(memory, side_stream))

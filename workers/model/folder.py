@@ -19,6 +19,7 @@ from workers.model.tensors import FP8_BLOCK, FP8_SCALES, is_ignored, tensor_shap
 
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
+_POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,18 @@ def count_parameters(folder: ModelFolder) -> int:
 def tokenizer_id(folder: ModelFolder) -> str:
     """A short id of the tokenizer: workers with different tokenizers must not exchange tokens."""
     return hashlib.sha256((folder.path / "tokenizer.json").read_bytes()).hexdigest()[:16]
+
+
+def read_pooling(folder: Path) -> str:
+    """How an embedding model in the layout of Sentence Transformers pools: "mean" or "last"; empty: it is none, or it
+    pools otherwise.
+    """
+    try:
+        config = json.loads((folder / "1_Pooling" / "config.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    found = [mode for name, mode in _POOLING.items() if isinstance(config, dict) and config.get(name) is True]
+    return found[0] if len(found) == 1 else ""
 
 
 def _entry(name: str, fields: dict[str, Any], base: int) -> TensorEntry:

@@ -28,11 +28,11 @@ from workers.model.config import read_model_config as read_model_config
 from workers.model.content import cache_folder, content_id
 from workers.model.fetch import PINNED, fetch_from_hub, fetch_pinned
 from workers.model.folder import ModelFolder, check_folder, count_parameters, read_header, weight_files
+from workers.model.folder import read_pooling as read_pooling
 from workers.model.gguf.file import CONVERTER_VERSION, Progress, convert_gguf
 from workers.model.gguf.origin import find_origin, write_origin
 from workers.model.gguf.origin import read_origin as read_origin
 from workers.model.kv_layers import min_block_size as min_block_size
-from workers.model.pooling import read_pooling as read_pooling
 from workers.model.shard import check_parallel as check_parallel
 from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
 from workers.request import Adapter

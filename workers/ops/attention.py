@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workers.errors import ModelError
-from workers.ops import reference, sdpa, states
+from workers.ops import reference, sdpa
 from workers.ops.batch import KeySpan, RaggedBatch, Scoring
 from workers.ops.narrow import compute_dtype, to_slots
 from workers.ops.native import attention as native
@@ -63,7 +63,7 @@ class Attention:
     attend: Attend
     batch_invariant: bool = False
     waits: bool = False
-    attend_span: AttendSpan = states.attend_span
+    attend_span: AttendSpan = sdpa.attend_span
 
 
 def _continued(attend: Attend) -> Attend:
@@ -82,12 +82,12 @@ def _continued(attend: Attend) -> Attend:
             if begin:
                 run, num_keys = slice(start, stop), context - begin
                 span = KeySpan(table[begin // pool.shape[4] :], num_keys, num_keys - (stop - start), begin=begin)
-                own.append((run, states.attend_span(query[run], pool, layer, span, scoring)))
+                own.append((run, sdpa.attend_span(query[run], pool, layer, span, scoring)))
         earlier = batch.states()
         for run, later in own:
-            state = states.join(earlier[run], later)
+            state = sdpa.join(earlier[run], later)
             if scoring.sinks is not None:
-                state = states.join(state, states.of_sinks(scoring.sinks, later))
+                state = sdpa.join(state, sdpa.of_sinks(scoring.sinks, later))
             output[run] = (state[..., 2:] / state[..., 1:2]).to(output.dtype)
         return output
 

@@ -8,7 +8,7 @@ from kvtransfer.digest import host_digests
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import Piece
 from kvtransfer.transport import Span
-from workers.executor.device_pool import DevicePool
+from workers.executor.kv_pool import DevicePool
 from workers.ops.completion import side_stream_on
 from workers.ops.triton_digest import launch, table_of
 
