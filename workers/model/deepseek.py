@@ -62,7 +62,6 @@ def _experts(fields: Fields, groups: int, scale: float) -> ExpertsConfig:
         count=count,
         per_token=per_token,
         ffn_size=ffn_size,
-        normalize=False,
         shared_ffn_size=fields.count("n_shared_experts") * ffn_size,
         scale=fields.number("routed_scaling_factor", scale, above=0),
         groups=groups,

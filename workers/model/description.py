@@ -69,7 +69,7 @@ class ExpertsConfig:
     count: int
     per_token: int
     ffn_size: int
-    normalize: bool
+    normalize: bool = False
     shared_ffn_size: int = 0
     sigmoid: bool = False
     scales_input: bool = False

@@ -97,13 +97,14 @@ def _mistral(fields: Fields) -> ModelConfig:
 
 def _mixtral(fields: Fields) -> ModelConfig:
     config = read_plain(fields, in_all_layers(fields, read_window(fields)), rms_eps=1e-5, names=_MIXTRAL)
-    experts = ExpertsConfig(
-        count=fields.count("num_local_experts", 8, most=MAX_EXPERTS),
-        per_token=fields.count("num_experts_per_tok", 2),
-        ffn_size=config.ffn_size,
-        normalize=True,
-    )
+    experts = _local_experts(fields, 8, 2, config.ffn_size, normalize=True)
     return with_experts(config, experts, [True] * config.num_layers)
+
+
+def _local_experts(fields: Fields, count: int, per_token: int, ffn_size: int, **features: bool) -> ExpertsConfig:
+    """`count` and `per_token`: the family's defaults."""
+    count = fields.count("num_local_experts", count, most=MAX_EXPERTS)
+    return ExpertsConfig(count, fields.count("num_experts_per_tok", per_token), ffn_size, **features)
 
 
 def _gemma2(fields: Fields) -> ModelConfig:
@@ -166,16 +167,8 @@ def _gpt_oss(fields: Fields) -> ModelConfig:
     types = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(read_num_layers(fields))]
     windows = typed_windows(fields, types, fields.count("sliding_window"))
     config = replace(read_plain(fields, windows, rms_eps=1e-5, names=_GPT_OSS), activation=CLAMPED_SILU)
-    experts = ExpertsConfig(
-        count=fields.count("num_local_experts", 128, most=MAX_EXPERTS),
-        per_token=fields.count("num_experts_per_tok", 4),
-        ffn_size=config.ffn_size,
-        normalize=True,
-        bias=True,
-        stacked=True,
-        interleaved=True,
-        mxfp4=fields.inner("quantization_config").get("quant_method") == "mxfp4",
-    )
+    experts = _local_experts(fields, 128, 4, config.ffn_size, normalize=True, bias=True, stacked=True, interleaved=True)
+    experts = replace(experts, mxfp4=fields.inner("quantization_config").get("quant_method") == "mxfp4")
     if experts.mxfp4 and (config.hidden_size % 32 or config.ffn_size % 32):
         sizes = f"hidden_size is {config.hidden_size}, intermediate_size {config.ffn_size}"
         fields.refuse(f"MXFP4 needs multiples of 32, but {sizes}")
@@ -205,16 +198,8 @@ def _llama4(fields: Fields) -> ModelConfig:
     temperature = None
     if fields.get("attn_temperature_tuning", True):  # a number in early checkpoints
         temperature = Temperature(fields.count("floor_scale", 8192), fields.number("attn_scale", 0.1))
-    experts = ExpertsConfig(
-        count=fields.count("num_local_experts", 16, most=MAX_EXPERTS),
-        per_token=fields.count("num_experts_per_tok", 1),
-        ffn_size=config.ffn_size,
-        normalize=False,
-        shared_ffn_size=config.ffn_size,
-        sigmoid=True,
-        scales_input=True,
-        stacked=True,
-    )
+    experts = _local_experts(fields, 16, 1, config.ffn_size, sigmoid=True, scales_input=True, stacked=True)
+    experts = replace(experts, shared_ffn_size=config.ffn_size)
     config = replace(
         config,
         ffn_size=fields.count("intermediate_size_mlp"),
