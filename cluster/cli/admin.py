@@ -1,7 +1,6 @@
 """`diptych flip`, `drain`, `scale` and `adapter`: change a running cluster."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -11,7 +10,7 @@ from diptych.access import Access
 from diptych.view import Role
 
 if TYPE_CHECKING:
-    from diptych.client import AsyncClient
+    from diptych.client import Client
 
 
 REVISION = click.option(
@@ -68,16 +67,12 @@ def scale(pool: str, replicas: int, endpoint: str, access: Access, revision: int
     change(endpoint, access, text, lambda client: client.scale(pool, replicas, revision=revision))
 
 
-def change(endpoint: str, access: Access, text: str, act: Callable[["AsyncClient"], Awaitable[int]]) -> None:
+def change(endpoint: str, access: Access, text: str, act: Callable[["Client"], int]) -> None:
     """Make one change, and print what it is with the new revision."""
-    from diptych.client import AsyncClient
+    from diptych.client import Client
 
-    async def run() -> int:
-        async with AsyncClient(endpoint, access=access) as client:
-            return await act(client)
-
-    revision = asyncio.run(run())
-    click.echo(f"{text} (revision {revision})")
+    with Client(endpoint, access=access) as client:
+        click.echo(f"{text} (revision {act(client)})")
 
 
 @click.group()

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -265,13 +265,8 @@ def _place(names: Sequence[str], loads: Sequence[str], trial: SeedRun) -> tuple[
 
 
 def _run_json(trial: SeedRun) -> dict[str, Any]:
-    return {
-        "configuration": trial.configuration,
-        "is_colocated": trial.is_colocated,
-        "load": trial.load,
-        "seed": trial.seed,
-        "figures": trial.figures.as_json(),
-    }
+    written: dict[str, Any] = msgspec.to_builtins(trial)
+    return written | {"figures": trial.figures.as_json()}
 
 
 def _finish(
@@ -283,7 +278,7 @@ def _finish(
     note: str = "",
 ) -> None:
     """Print the JSON and write the folder, if requested. The page has the `note`."""
-    document = {"about": about.as_json(), "systems": [each.as_json() for each in compared], **results}
+    document = {"about": asdict(about), "systems": [each.as_json() for each in compared], **results}
     if options.as_json:
         print_json(document)
     if options.out is not None:

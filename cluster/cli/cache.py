@@ -1,6 +1,5 @@
 """`diptych cache`: tiers of a running cluster's prefix caches, prompts that stay there, and files of cached KV."""
 
-import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, fields
@@ -16,7 +15,7 @@ from cluster.cli.tiers import tier_problems, tiers_table
 from diptych.access import Access
 
 if TYPE_CHECKING:
-    from diptych.view import CachedPrompt, ClusterView
+    from diptych.view import CachedPrompt
 
 POOL = click.option(
     "--pool", default="", show_default=False, help="Only on workers of this pool. [default: all that prefill]"
@@ -48,13 +47,10 @@ def status_command(endpoint: str, access: Access, as_json: bool) -> None:
     Example:
       diptych cache status --endpoint 127.0.0.1:50051
     """
-    from diptych.client import AsyncClient
+    from diptych.client import Client
 
-    async def view() -> "ClusterView":
-        async with AsyncClient(endpoint, access=access) as client:
-            return (await client.status()).view
-
-    found = asyncio.run(view())
+    with Client(endpoint, access=access) as client:
+        found = client.status().view
     if as_json:
         tiers = ({"sources": each.stats.sources, "tiers": each.stats.tiers} for each in found.workers)
         names = (each.name for each in found.workers)
@@ -83,17 +79,14 @@ def warm(
     Example:
       diptych cache warm system-prompts.txt --pin 86400
     """
-    from diptych.client import AsyncClient
+    from diptych.client import Client
 
     prompts = _prompts(file)
 
-    async def run() -> None:
-        async with AsyncClient(endpoint, access=access) as client:
-            for prompt in prompts:
-                warmed = await client.warm(prompt, pin_s=pin_s, pool=pool, tenant=tenant, apply_chat_template=chat)
-                _tell(prompt, warmed, "tokens cached")
-
-    asyncio.run(run())
+    with Client(endpoint, access=access) as client:
+        for prompt in prompts:
+            warmed = client.warm(prompt, pin_s=pin_s, pool=pool, tenant=tenant, apply_chat_template=chat)
+            _tell(prompt, warmed, "tokens cached")
 
 
 @cache.command(cls=GroupedCommand)
@@ -109,17 +102,14 @@ def drop(file: Iterable[str] | None, endpoint: str, access: Access, pool: str, t
     Example:
       diptych cache drop
     """
-    from diptych.client import AsyncClient
+    from diptych.client import Client
 
     prompts: list[str | None] = [None] if file is None else [*_prompts(file)]
 
-    async def run() -> None:
-        async with AsyncClient(endpoint, access=access) as client:
-            for prompt in prompts:
-                unpinned = await client.unpin(prompt, pool=pool, tenant=tenant, apply_chat_template=chat)
-                _tell("all pins" if prompt is None else prompt, unpinned, "tokens unpinned")
-
-    asyncio.run(run())
+    with Client(endpoint, access=access) as client:
+        for prompt in prompts:
+            unpinned = client.unpin(prompt, pool=pool, tenant=tenant, apply_chat_template=chat)
+            _tell("all pins" if prompt is None else prompt, unpinned, "tokens unpinned")
 
 
 def _prompts(lines: Iterable[str]) -> list[str]:

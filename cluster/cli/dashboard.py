@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli.rates import Rates, StatusWindow, WorkerRates
-from cluster.cli.screen import decision_text, models_text, named_class, size
+from cluster.cli.screen import COLOURS, decision_text, models_text, named_class, size
 from cluster.cli.tiers import loan_lines, tier_lines, tier_problems
 from cluster.policy.slo_attainment import SLOCount
 from diptych.client import ClusterStatus
@@ -21,7 +21,6 @@ from diptych.view import ClusterView, DecisionRecord, WorkerState, WorkerView
 WIDE = 120  # columns; narrower screens leave details out
 MAX_FOOTER_LINES, MAX_SLO_LINES = 6, 3
 NARROW_REST = 67  # width of a narrow table without the worker names
-COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
 UNKNOWN = "-"
 NBSP = "\u00a0"  # no-break space
 

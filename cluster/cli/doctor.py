@@ -47,6 +47,8 @@ def _compute() -> dict[str, Any]:
     """`devices`: accelerators that torch can use. `cuda`: the version that torch is built for."""
     import psutil
 
+    from cluster.offline.load.machine import versions
+
     torch_version, cuda, threads, devices = _torch()
     return {
         "python": platform.python_version(),
@@ -56,7 +58,7 @@ def _compute() -> dict[str, Any]:
         "cuda": cuda,
         "torch_threads": threads,
         "devices": devices,
-        "ray": _version("ray"),
+        "ray": versions().get("ray", "not installed"),
         "ray_address": os.environ.get("RAY_ADDRESS", "(unset: Ray is started here)"),
     }
 
@@ -69,15 +71,6 @@ def _torch() -> tuple[str, str | None, int, tuple[str, ...]]:
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     devices = tuple(f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in cuda)
     return str(torch.__version__), torch.version.cuda, torch.get_num_threads(), devices
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _compute_verdict(compute: dict[str, Any]) -> str:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from cluster.offline.plan.load import PlanLoad
     from cluster.offline.plan.request import PlanRequest
     from cluster.offline.plan.running import Tried
-    from diptych.history import Window
-    from diptych.view import ClusterView
     from workers.request import SLO
 
 INSTANCE_S, PLACEMENT_S = 120.0, 600.0  # default time limits
@@ -329,23 +327,18 @@ def _measure_instances(options: PlanOptions, known: dict[str, Any]) -> None:
 
 def _advise(options: PlanOptions, access: Access) -> None:
     """What the running cluster should change."""
-    import asyncio
-
     from cluster.offline.plan.dollars import parse_prices
     from cluster.offline.plan.running import advice_json, advice_lines, observed, try_all
-    from diptych.client import AsyncClient
+    from diptych.client import Client
     from workers.profiles.hardware import hardware_of
     from workers.profiles.measured import load
-
-    async def asked() -> "tuple[ClusterView, Window]":
-        async with AsyncClient(options.from_cluster or "", access=access) as client:
-            _, window = await client.trace(last_s=options.last_s)
-            return (await client.status()).view, window
 
     _need(options, "profile", "ttft", "tpot")
     profile = load(options.profile or Path())
     slo = positive_slo(options.ttft, options.tpot)
-    view, window = asyncio.run(asked())
+    with Client(options.from_cluster or "", access=access) as client:
+        _, window = client.trace(last_s=options.last_s)
+        view = client.status().view
     pools = [pool.pool for pool in profile.pools]
     prices = parse_prices(options.price, pools)
     if options.hardware and (listed := hardware_of(options.hardware).price_per_hour) is not None:

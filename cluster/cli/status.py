@@ -1,9 +1,8 @@
 """`diptych status`: a snapshot of a running cluster."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,10 +28,7 @@ from diptych.slo import Calibration, Errors, SLOAttainment, SLOCount
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from diptych.client import AsyncClient
     from diptych.view import ClusterView
-
-T = TypeVar("T")
 
 
 @click.command(cls=GroupedCommand)
@@ -50,10 +46,14 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
       diptych status --metrics
       diptych status --endpoint grpcs://llm.example.com:443 --key-file ~/.diptych-key
     """
-    if metrics:
-        click.echo(asyncio.run(_ask(endpoint, access, wait_s, lambda client: client.metrics())), nl=False)
-        return
-    found = asyncio.run(_ask(endpoint, access, wait_s, lambda client: client.status(audit=audit)))
+    from diptych.client import Client
+
+    with Client(endpoint, access=access) as client:
+        if wait_s is not None:
+            client.wait_ready(wait_s)
+        if metrics:
+            return click.echo(client.metrics(), nl=False)
+        found = client.status(audit=audit)
     view, attainment = found.view, found.slo_attainment
     if as_json:
         gateway = {
@@ -106,17 +106,6 @@ def _exit_unless_clean(view: "ClusterView", audit: bool) -> None:
     unclean = [worker.name for worker in view.workers if audit and worker.audit != "clean"]
     if unclean:
         raise click.ClickException(f"the audit did not pass at {', '.join(unclean)}")
-
-
-async def _ask(
-    endpoint: str, access: Access, wait_s: float | None, question: "Callable[[AsyncClient], Awaitable[T]]"
-) -> T:
-    from diptych.client import AsyncClient
-
-    async with AsyncClient(endpoint, access=access) as client:
-        if wait_s is not None:
-            await client.wait_ready(wait_s)
-        return await question(client)
 
 
 def attainment_table(attainment: SLOAttainment) -> "Table":

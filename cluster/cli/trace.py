@@ -1,6 +1,5 @@
 """`diptych trace`: writes recent requests and events of a running cluster for ui.perfetto.dev."""
 
-import asyncio
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,21 +73,14 @@ def trace(
         raise click.UsageError("--from is later than --to")
     if last_s is None and begin_ns is None:
         last_s = 60.0
-    windows = asyncio.run(_ask(endpoints, access, last_s, begin_ns or 0, end_ns or 0))
-    _write(windows, out)
-
-
-async def _ask(
-    endpoints: tuple[str, ...], access: Access, last_s: float | None, begin_ns: int, end_ns: int
-) -> dict[str, "Window"]:
-    from diptych.client import AsyncClient
+    from diptych.client import Client
 
     windows = {}
     for endpoint in endpoints:
-        async with AsyncClient(endpoint, access=access) as client:
-            gateway, window = await client.trace(last_s=last_s, begin_unix_ns=begin_ns, end_unix_ns=end_ns)
+        with Client(endpoint, access=access) as client:
+            gateway, window = client.trace(last_s=last_s, begin_unix_ns=begin_ns or 0, end_unix_ns=end_ns or 0)
             windows[gateway] = window
-    return windows
+    _write(windows, out)
 
 
 def _write(windows: dict[str, "Window"], out: Path) -> None:

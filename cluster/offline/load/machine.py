@@ -5,11 +5,10 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -52,9 +51,6 @@ class About:
     @property
     def is_busy(self) -> bool:
         return self.load_before[0] > BUSY * self.cores
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def about(endpoints: Sequence[str], seeds: Sequence[int]) -> About:
