@@ -39,7 +39,7 @@ class AnswerDelta:
 
 
 class AnswerOutput:
-    """Collects what readers find. Owned by a parser.
+    """Collects what parsers find. Owned by an `AnswerParser`.
 
     White space before reasoning, and before the content that follows reasoning or a call, belongs to neither. An answer
     of white space only is content.

@@ -9,9 +9,10 @@ from functools import partial
 from typing import TypeVar
 
 from cluster.frontend.tools.answer import AnswerDelta, AnswerOutput, Schemas
-from cluster.frontend.tools.readers import (
-    Reader,
+from cluster.frontend.tools.text_input import SPACE, TextInput, Wait
+from cluster.frontend.tools.tool_parsers import (
     TaggedPairs,
+    ToolParser,
     bare_json,
     deepseek,
     gemma,
@@ -20,7 +21,6 @@ from cluster.frontend.tools.readers import (
     pythonic,
     tagged_json,
 )
-from cluster.frontend.tools.text_input import SPACE, TextInput, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class CallFormat:
     """
 
     signs: tuple[str, ...]
-    read: Reader
+    read: ToolParser
     open: str
     close: str
     between: str | None = "\n"
@@ -74,7 +74,7 @@ class ReasoningFormat:
     start: str
     end: str
     after: str = ""
-    channels: Reader | None = None
+    channels: ToolParser | None = None
     markers: tuple[str, ...] = ()
 
     def is_open(self, prompt: str) -> bool:

@@ -1,7 +1,7 @@
-"""A text that arrives in pieces. Its readers are generators: they yield to wait for the next piece, so that a parser is
-written as if the whole text were there. Knows no format.
+"""A text that arrives in pieces. Parsers of it are generators: they yield to wait for the next piece, and are written as
+if the whole text were there. Knows no format.
 
-What a reader consumes depends on the text only, not on the pieces. Every character is looked at a bounded number of
+What a parser consumes depends on the text only, not on the pieces. Every character is looked at a bounded number of
 times, and only text that may be the beginning of a marker is kept.
 """
 
@@ -21,7 +21,7 @@ SCALAR = re.compile(r'[^\s,}\]"{\[]*')
 
 
 class TextInput:
-    """Owned by a parser, which appends pieces and resumes the reader after each."""
+    """Owned by an `AnswerParser`, which appends pieces and resumes the format's parser after each."""
 
     def __init__(self) -> None:
         self._text = ""

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -33,6 +33,7 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 FRESH_S = 0.5  # shortest time between two builds of the status, however many pages poll
+LOAD = ("running", "waiting", "used_blocks", "total_blocks")  # of `WorkerStats`
 MAX_WORKERS, MAX_STREAMS, MAX_EVENTS, MAX_CLASSES = 256, 64, 16, 16
 
 
@@ -83,7 +84,7 @@ def status(models: ServedModels, now_ns: int) -> dict[str, Any]:
             "uptime_s": recent.uptime_s,
             "output_tokens": sum(traffic.output_tokens for _, traffic in recent.traffic),
         },
-        "pools": [_pool(name, view) for name in dict.fromkeys([*(pool.name for pool in view.pools), *_pools(view)])],
+        "pools": [_pool(name, view) for name in _pool_names(view)],
         "workers": [_worker(each) for each in view.workers[:MAX_WORKERS]],
         "num_workers": len(view.workers),
         "streams": [_stream(each, now_ns) for each in queries.oldest_requests(MAX_STREAMS)],
@@ -95,8 +96,8 @@ def status(models: ServedModels, now_ns: int) -> dict[str, Any]:
     }
 
 
-def _pools(view: ClusterView) -> list[str]:
-    return [worker.pool for worker in view.workers]
+def _pool_names(view: ClusterView) -> Iterable[str]:
+    return dict.fromkeys([*(pool.name for pool in view.pools), *(worker.pool for worker in view.workers)])
 
 
 def _pool(name: str, view: ClusterView) -> dict[str, Any]:
@@ -109,10 +110,7 @@ def _pool(name: str, view: ClusterView) -> dict[str, Any]:
         "role": "" if pool is None else pool.role.value,
         "wanted": len(workers) if pool is None else pool.wanted,
         "ready": sum(worker.state is WorkerState.READY for worker in workers),
-        "running": sum(worker.stats.running for worker in workers),
-        "waiting": sum(worker.stats.waiting for worker in workers),
-        "used_blocks": sum(worker.stats.used_blocks for worker in workers),
-        "total_blocks": sum(worker.stats.total_blocks for worker in workers),
+        **{name: sum(getattr(worker.stats, name) for worker in workers) for name in LOAD},
     }
 
 
@@ -122,10 +120,7 @@ def _worker(worker: WorkerView) -> dict[str, Any]:
         "pool": worker.pool,
         "role": worker.role.value,
         "state": worker.state.value,
-        "running": worker.stats.running,
-        "waiting": worker.stats.waiting,
-        "used_blocks": worker.stats.used_blocks,
-        "total_blocks": worker.stats.total_blocks,
+        **{name: getattr(worker.stats, name) for name in LOAD},
         "restarts": worker.restarts,
         "trouble": worker.trouble,
     }

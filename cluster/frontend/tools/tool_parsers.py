@@ -1,4 +1,4 @@
-"""Readers of tool calls, one for each kind of syntax: from a text to content and calls.
+"""Parsers of tool calls, one for each kind of syntax: from a text to content and calls.
 
     tagged_json   <tool_call>{"name": "f", "arguments": {...}}</tool_call>
     bare_json     {"name": "f", "parameters": {...}}; {...}
@@ -25,7 +25,7 @@ from cluster.frontend.tools.answer import AnswerOutput, Schemas
 from cluster.frontend.tools.json_calls import drop, is_json, json_call, json_list, json_text, named_json
 from cluster.frontend.tools.text_input import SCALAR, SPACE, TextInput, Wait
 
-Reader = Callable[[TextInput, AnswerOutput, Schemas], Wait[None]]
+ToolParser = Callable[[TextInput, AnswerOutput, Schemas], Wait[None]]
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 NAME = re.compile(r"[\w.-]*")
@@ -35,7 +35,7 @@ QUOTED = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 MAX_DEPTH = 64  # of values that are read by their structure
 
 
-def tagged_json(start: str, end: str) -> Reader:
+def tagged_json(start: str, end: str) -> ToolParser:
     """JSON objects with name and arguments, one or a list of them, between two markers."""
 
     def read(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[None]:
@@ -81,7 +81,7 @@ def mistral(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[Non
         output.content(text.fail())
 
 
-def deepseek(before_name: str, before_arguments: str, after_arguments: str) -> Reader:
+def deepseek(before_name: str, before_arguments: str, after_arguments: str) -> ToolParser:
     """The texts around a call's name and arguments; V3 has more of them than V3.1."""
 
     def read(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[None]:
@@ -216,7 +216,7 @@ def pythonic(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[No
     output.content(text.fail() if is_list else begun)
 
 
-def gemma(start: str, end: str, quote: str) -> Reader:
+def gemma(start: str, end: str, quote: str) -> ToolParser:
     """`call:f{k:v}` between two markers, texts between two quotes."""
 
     def read(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[None]:
