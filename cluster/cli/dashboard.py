@@ -116,46 +116,31 @@ def _pool_cells(name: str, view: ClusterView, rates: Rates, wide: bool) -> list[
     members = [worker for worker in view.workers if worker.pool == name]
     pool = next((pool for pool in view.pools if pool.name == name), None)
     ready = sum(worker.state is WorkerState.READY for worker in members)
+    role, wanted = (pool.role.value, pool.wanted) if pool is not None else ("", len(members))
     of = [rates.workers.get(worker.name, WorkerRates()) for worker in members]
-    used = sum(worker.stats.used_blocks for worker in members)
-    total = sum(worker.stats.total_blocks for worker in members)
-    cells: list[str | Text] = [
-        name,
-        pool.role.value if pool is not None else "",
-        f"{ready} of {pool.wanted if pool is not None else len(members)}",
-        str(sum(worker.stats.running for worker in members)),
-        str(sum(worker.stats.waiting for worker in members)),
-        _bar(used, total, 12 if wide else 6),
-        _blocks(used, total, wide),
-        "",
-        str(sum(worker.stats.reserved for worker in members)),
-        str(sum(worker.stats.leases for worker in members)),
-        _size_rate(_total(each.bytes_s for each in of)),
-        _rate(_total(each.tokens_s for each in of)),
-    ]
-    return [*cells, *([_rate(_total(each.steps_s for each in of)), ""] if wide else [])]
+    return [name, role, f"{ready} of {wanted}", *_load_cells(members, of, "", wide), *([""] if wide else [])]
 
 
 def _cells(worker: WorkerView, rate: WorkerRates, traffic: Traffic, wide: bool) -> list[str | Text]:
-    stats, state = worker.stats, worker.state.value
-    cells: list[str | Text] = [
-        f" {worker.name}",
-        worker.role.value,
-        Text(state, style=COLOURS[state]),
-        str(stats.running),
-        str(stats.waiting),
-        _bar(stats.used_blocks, stats.total_blocks, 12 if wide else 6),
-        _blocks(stats.used_blocks, stats.total_blocks, wide),
-        UNKNOWN if rate.hit_share is None else f"{rate.hit_share:.0%}",
-        str(stats.reserved),
-        str(stats.leases),
-        _size_rate(rate.bytes_s),
-        _rate(rate.tokens_s),
-    ]
+    state = Text(worker.state.value, style=COLOURS[worker.state.value])
+    hits = UNKNOWN if rate.hit_share is None else f"{rate.hit_share:.0%}"
+    cells = [f" {worker.name}", worker.role.value, state, *_load_cells([worker], [rate], hits, wide)]
     if not wide:
         return cells
     change = f"{traffic.change}, {duration_text(traffic.changed_ns / 1e9)} ago" if traffic.change else ""
-    return [*cells, _rate(rate.steps_s), Text(worker.trouble or change)]
+    return [*cells, Text(worker.trouble or change)]
+
+
+def _load_cells(workers: list[WorkerView], rates: list[WorkerRates], hits: str, wide: bool) -> list[str | Text]:
+    def total(name: str) -> int:
+        return sum(getattr(worker.stats, name) for worker in workers)
+
+    used, of = total("used_blocks"), total("total_blocks")
+    load: list[str | Text] = [str(total("running")), str(total("waiting"))]
+    load += [_bar(used, of, 12 if wide else 6), _blocks(used, of, wide), hits]
+    load += [str(total("reserved")), str(total("leases")), _size_rate(_total(each.bytes_s for each in rates))]
+    load.append(_rate(_total(each.tokens_s for each in rates)))
+    return [*load, *([_rate(_total(each.steps_s for each in rates))] if wide else [])]
 
 
 def _blocks(used: int, total: int, wide: bool) -> str:

@@ -1,4 +1,4 @@
-"""A text that arrives in pieces. Parsers of it are generators: they yield to wait for the next piece, and are written as
+"""A text that arrives in pieces. Its parsers are generators: they yield to wait for the next piece, and are written as
 if the whole text were there. Knows no format.
 
 What a parser consumes depends on the text only, not on the pieces. Every character is looked at a bounded number of
