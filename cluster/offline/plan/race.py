@@ -21,7 +21,7 @@ MAX_ADDED = 4  # instances added to a layout that does not serve the rate after 
 
 
 @dataclass(slots=True)
-class Contender:
+class LayoutContender:
     """`held`: the highest rate that met the target (0: none yet); `broke`: the lowest that missed it."""
 
     trial: Trial
@@ -80,9 +80,9 @@ class Race:
         self.decided = False
         self.contenders = [self._contender(layout) for layout in layouts]
 
-    def _contender(self, layout: Layout) -> Contender:
+    def _contender(self, layout: Layout) -> LayoutContender:
         trial = replace(full_trial(self._request, layout), give_up=self._request.target, lengthening=LENGTHENING)
-        return Contender(trial, trial.max_rate * (1.0 + CLOSE))
+        return LayoutContender(trial, trial.max_rate * (1.0 + CLOSE))
 
     def run(self, past: Callable[[], bool] = lambda: False) -> None:
         """Until a verdict is certain or `past` returns true. Raises `TimeUp` like `each`."""
@@ -90,7 +90,7 @@ class Race:
             self._try(wanted)
         self.decided = not self._wanted()
 
-    def _try(self, wanted: list[tuple[Contender, float]]) -> None:
+    def _try(self, wanted: list[tuple[LayoutContender, float]]) -> None:
         seed, target = self._request.seeds[0], self._request.target
         for one, rate in wanted:
             self._tried(one.trial.layout.description, rate)
@@ -107,14 +107,14 @@ class Race:
                 self._best = option.merit(self._request)
                 self._on_best(option)
 
-    def _enlarge(self, one: Contender, attained: Attainment) -> None:
+    def _enlarge(self, one: LayoutContender, attained: Attainment) -> None:
         """One more instance of the phase that misses its SLO, up to the GPUs of the request."""
         layout = enlarged(one.trial.layout, attained, self._request.target)
         if one.added < MAX_ADDED and layout.gpus <= self._request.gpus:
             grown = self._contender(layout)
             one.trial, one.cap, one.broke, one.probes, one.added = grown.trial, grown.cap, inf, [], one.added + 1
 
-    def _wanted(self) -> list[tuple[Contender, float]]:
+    def _wanted(self) -> list[tuple[LayoutContender, float]]:
         """What to run next; empty when nothing more can change the verdict."""
         rate = self._request.rate
         if rate is not None:
@@ -130,14 +130,14 @@ class Race:
         count = max(1, self._width // max(1, len(alive)))
         return [(each, at) for each in alive if self._is_open(each) for at in each.rates(count)]
 
-    def _may_win(self, one: Contender) -> bool:
+    def _may_win(self, one: LayoutContender) -> bool:
         best = max((each.held / self._unit(each) for each in self.contenders if each is not one), default=0.0)
         return one.limit / self._unit(one) > best * (1.0 + CLOSE)
 
-    def _is_open(self, one: Contender) -> bool:
+    def _is_open(self, one: LayoutContender) -> bool:
         return one.held < one.cap and one.broke > max(one.held, one.cap / 256.0) * (1.0 + CLOSE)
 
-    def _unit(self, one: Contender) -> float:
+    def _unit(self, one: LayoutContender) -> float:
         return 1.0 if self._request.objective == "throughput" else one.trial.weight
 
     @property
@@ -145,7 +145,7 @@ class Race:
         """Those that met the target at some rate, as far as they are known."""
         return [option for each in self.contenders if (option := self._option(each))]
 
-    def _option(self, one: Contender) -> Option | None:
+    def _option(self, one: LayoutContender) -> Option | None:
         if not one.held:
             return None
         request = self._request
