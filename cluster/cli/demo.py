@@ -1,5 +1,6 @@
 """`diptych demo`: starts two workers, answers one prompt and shows its route; `--kill` kills a worker instead."""
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -55,15 +56,19 @@ def demo(kill: bool, prompt: str, model: str, max_tokens: int, runtime: str, as_
 
 
 async def _demo(spec: "ClusterSpec", runtime: str, prompt: str, max_tokens: int, as_json: bool) -> None:
-    from diptych.client import AsyncClient
+    async with running_cluster(spec, runtime, say) as serving:
+        await asyncio.to_thread(_ask, serving.endpoint, prompt, max_tokens, as_json)
 
-    async with running_cluster(spec, runtime, say) as serving, AsyncClient(serving.endpoint) as client:
-        await client.wait_ready(30.0)
+
+def _ask(endpoint: str, prompt: str, max_tokens: int, as_json: bool) -> None:
+    from diptych.client import Client
+
+    with Client(endpoint) as client:
+        client.wait_ready(30.0)
         if not as_json:
             click.echo(f"\n> {prompt}\n")
-        answering = client.chat([("user", prompt)], max_tokens=max_tokens, temperature=0.0)
-        answer = await show(answering, is_quiet=as_json)
-        view = (await client.status()).view
+        answer = show(client.chat([("user", prompt)], max_tokens=max_tokens, temperature=0.0), is_quiet=as_json)
+        view = client.status().view
         if as_json:
             print_json(answer_json(answer) | {"workers": msgspec.to_builtins(view.workers)})
         else:

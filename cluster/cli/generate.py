@@ -1,9 +1,7 @@
 """`diptych generate` and `diptych chat`: send prompts to a running cluster over gRPC."""
 
-import asyncio
 import sys
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import Callable, Iterable
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -15,7 +13,7 @@ from diptych.errors import DiptychError
 
 if TYPE_CHECKING:
     from cluster.frontend.text import TextEvent
-    from diptych.client import Answer, AsyncClient
+    from diptych.client import Answer, Client
 
 output = grouped("Output")
 sampling = grouped("Sampling")
@@ -99,21 +97,17 @@ def generate(
       diptych generate "When did it happen?" --regex "19[0-9]{2}|20[0-9]{2}"
       diptych generate "The sea is" --ttft 1.5 --tpot 0.1 --slo-class interactive --tenant alice --report
     """
-    from diptych.client import AsyncClient
+    from diptych.client import Client
 
     prompt = sys.stdin.read() if text == "-" else text
     request = given(sampling) | {"apply_chat_template": not raw, "timeout_s": timeout_s}
-
-    async def ask() -> None:
-        async with AsyncClient(endpoint, access=access) as client:
-            answer = await show(client.generate(prompt, **request), is_quiet=as_json)
-            if as_json:
-                print_json(answer_json(answer))
-            elif report:
-                print_report(console(stderr=True), answer, (await client.status()).view)
-            _say_if_cut(answer, sampling)
-
-    asyncio.run(ask())
+    with Client(endpoint, access=access) as client:
+        answer = show(client.generate(prompt, **request), is_quiet=as_json)
+        if as_json:
+            print_json(answer_json(answer))
+        elif report:
+            print_report(console(stderr=True), answer, client.status().view)
+        _say_if_cut(answer, sampling)
 
 
 def _say_if_cut(answer: "Answer", sampling: dict[str, Any]) -> None:
@@ -125,20 +119,19 @@ def _say_if_cut(answer: "Answer", sampling: dict[str, Any]) -> None:
         say(f"The answer was cut before it matched --{asked.replace('_', '-')}: raise --max-tokens.")
 
 
-async def show(events: Any, *, is_quiet: bool = False) -> "Answer":
-    """Print the text as it arrives. A cancellation closes the stream, which cancels the request."""
+def show(events: Iterable[Any], *, is_quiet: bool = False) -> "Answer":
+    """Print the text as it arrives. Ctrl-C closes the stream, which cancels the request."""
     from cluster.events import Queued
     from cluster.frontend.text import TextDelta
     from diptych.client import answer_of
 
     received: list[TextEvent] = []
-    async with aclosing(events) as stream:
-        async for event in stream:
-            received.append(event)
-            if isinstance(event, Queued):
-                say(queued_line(event))
-            elif isinstance(event, TextDelta) and not is_quiet:
-                click.echo(event.text, nl=False)
+    for event in events:
+        received.append(event)
+        if isinstance(event, Queued):
+            say(queued_line(event))
+        elif isinstance(event, TextDelta) and not is_quiet:
+            click.echo(event.text, nl=False)
     if not is_quiet:
         click.echo()
     return answer_of(received)
@@ -158,37 +151,29 @@ def chat(endpoint: str, access: Access, system: str | None, **sampling: Any) -> 
       diptych chat --endpoint 127.0.0.1:50051 --system "Answer in one sentence."
       printf 'Hello\\nWhat did I say?\\n' | diptych chat
     """
+    from diptych.client import Client
+
     start = [("system", system)] if system else []
     messages = list(start)
     keyboard = sys.stdin.isatty()
     if keyboard:
         import readline  # noqa: F401  (adds a history to input())
-    with asyncio.Runner() as runner:
-        client = runner.run(_connect(endpoint, access))
-        try:
-            runner.run(client.status())  # raises before the first message is typed
-            while (line := _read(keyboard)) not in (None, "/quit"):
-                if line == "/reset":
-                    messages = list(start)
-                elif line:
-                    assert line is not None
-                    _turn(runner, client, messages, line, given(sampling), keyboard)
-        finally:
-            runner.run(client.close())
+    with Client(endpoint, access=access) as client:
+        client.status()  # raises before the first message is typed
+        while (line := _read(keyboard)) not in (None, "/quit"):
+            if line == "/reset":
+                messages = list(start)
+            elif line:
+                _turn(client, messages, line, given(sampling), keyboard)
 
 
 def _turn(
-    runner: asyncio.Runner,
-    client: "AsyncClient",
-    messages: list[tuple[str, str]],
-    line: str,
-    sampling: dict[str, Any],
-    keyboard: bool,
+    client: "Client", messages: list[tuple[str, str]], line: str, sampling: dict[str, Any], keyboard: bool
 ) -> None:
     """Send one message and print its answer. With a keyboard, a failed turn is dropped and the chat continues."""
     conversation = [*messages, ("user", line)]
     try:
-        answer = runner.run(show(client.chat(conversation, **sampling)))
+        answer = show(client.chat(conversation, **sampling))
         _say_if_cut(answer, sampling)
     except KeyboardInterrupt:
         say(" (stopped)")
@@ -198,12 +183,6 @@ def _turn(
         say(f"Error: {error}")
     else:
         messages[:] = [*conversation, ("assistant", answer.text)] if answer.text else messages
-
-
-async def _connect(endpoint: str, access: Access) -> "AsyncClient":
-    from diptych.client import AsyncClient
-
-    return AsyncClient(endpoint, access=access)
 
 
 def _read(keyboard: bool) -> str | None:
