@@ -26,6 +26,8 @@ OPTIONAL = PROJECT["project"]["optional-dependencies"]
 OURS = {"benchmarks", "cluster", "workers", "kvtransfer", "diptych"}
 # Peers and tools that benches and tests look for, each with a word of its own where it is missing.
 ELSEWHERE = {"vllm", "llama_cpp", "nixl", "nixl_cu13", "grpc_tools", "triton", "pip"}
+# What torch's CUDA build requires, by torch's version. The CPU build requires none, so pip finds no conflict there.
+TRITON = {"2.13.0": "3.7.1"}
 ALONE = """
 import sys
 from importlib.machinery import PathFinder
@@ -159,6 +161,13 @@ def test_make_demo_installs_what_serves_and_make_test_what_tests_too() -> None:
     )
     assert {"torch", "ray", "fastapi", "nixl_cu12"} <= serves
     assert "pytest" not in serves and serves | {"pytest"} <= ready
+
+
+def test_the_pinned_triton_is_what_torchs_cuda_build_requires() -> None:
+    """Else `make demo` ends with a conflict on every machine that gets torch from PyPI."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    torch = re.search(r"\btorch==([\d.]+)", (ROOT / "Makefile").read_text())
+    assert torch is not None and pins["triton"] == TRITON[torch[1]]
 
 
 def test_files_beside_the_code_are_shipped() -> None:
