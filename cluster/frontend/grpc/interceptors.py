@@ -1,7 +1,8 @@
 """gRPC interceptors: a time limit for the request message, API keys, errors as statuses, and the response counter."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from inspect import isasyncgenfunction
 from typing import Any
 
 import grpc
@@ -25,13 +26,17 @@ Behavior = Callable[[Any, Any], Awaitable[Any]]
 
 
 class MessageInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls whose request message does not arrive in time. grpc itself waits for it forever."""
+    """Ends calls whose request message does not arrive in time, and streams without a message for as long. grpc itself
+    waits forever.
+    """
 
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Handler]], handler_call_details: Details
     ) -> Handler:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
+        if handler is not None and isasyncgenfunction(handler.stream_stream):  # only that of reflection
+            return handler._replace(stream_stream=_stream_ended_in_time(handler.stream_stream))
+        if handler is None or handler.request_streaming:  # the latter is a refusal, which reads nothing
             return handler
 
         async def behave(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -49,6 +54,23 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
                 await context.write(await handler.unary_unary(request, context))
 
         return grpc.stream_stream_rpc_method_handler(behave, handler.request_deserializer, handler.response_serializer)
+
+
+def _stream_ended_in_time(inner: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def in_time(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        while True:
+            try:
+                async with asyncio.timeout(MESSAGE_S):
+                    message = await anext(messages)
+            except (TimeoutError, StopAsyncIteration):
+                return
+            yield message
+
+    async def behave(messages: Any, context: Any) -> AsyncIterator[Any]:
+        async for response in inner(in_time(aiter(messages)), context):
+            yield response
+
+    return behave
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

@@ -7,6 +7,7 @@ Before the load, short requests find out which request form the server accepts, 
 Each chunk is timed on arrival; its number of tokens is known if the chunk has usage.
 """
 
+import asyncio
 import json
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from cluster.offline.load.endpoint import EndpointError, Target
 from cluster.offline.load.sender import Ended, LoadOptions, RequestFailed, drive, nothing
@@ -26,6 +28,7 @@ from workers.request import Request, SamplingParams
 
 SAFE_VOCAB_SIZE = 256  # ids that every vocabulary has
 CONNECT_S = 10.0
+TRIAL_S = 120.0  # for the list of models, and for each short request before the load
 LINE_BYTES = 1 << 20  # a chunk's longest line
 PROBE = Request("trial", tuple(range(3, 11)), SamplingParams(temperature=0.0, seed=0, max_tokens=2, ignore_eos=True))
 REFUSED = (429, 503)
@@ -101,7 +104,7 @@ class HttpEndpoint:
                     yield event
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             raise RequestFailed("no connection", _connection_error(error)) from error
-        except (aiohttp.ClientError, ValueError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, ValueError) as error:
             raise RequestFailed("stream cut", f"{type(error).__name__}: {error}") from error
 
     def _body(self, request: Request) -> dict[str, Any]:
@@ -134,13 +137,16 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[TokenChunk
             done = True
             break
         piece = json.loads(data)
-        if "error" in piece:
-            raise RequestFailed("error in the stream", _error_message(piece))
-        usage = piece.get("usage") or usage
-        choice: dict[str, Any] = next(iter(piece.get("choices") or ()), {})
-        finished = finished or choice.get("finish_reason") is not None
-        counted = (piece.get("usage") or {}).get("completion_tokens") if choice else None
-        new = int(bool(choice.get("text"))) if counted is None else counted - streamed
+        try:
+            if "error" in piece:
+                raise RequestFailed("error in the stream", _error_message(piece))
+            usage = piece.get("usage") or usage
+            choice: dict[str, Any] = next(iter(piece.get("choices") or ()), {})
+            finished = finished or choice.get("finish_reason") is not None
+            counted = (piece.get("usage") or {}).get("completion_tokens") if choice else None
+            new = int(bool(choice.get("text"))) if counted is None else counted - streamed
+        except (AttributeError, TypeError):
+            raise ValueError(f"a chunk of another form: {data[:80]!r}") from None
         if new > 0:
             streamed += new
             yield TokenChunk(new)
@@ -150,7 +156,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[TokenChunk
     yield CountedAnswer(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
 
 
-def _connection_error(error: aiohttp.ClientError) -> str:
+def _connection_error(error: aiohttp.ClientError | HttpProcessingError) -> str:
     number = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
     return os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
 
@@ -184,9 +190,13 @@ async def open_http(target: Target) -> AsyncIterator[HttpEndpoint]:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         read_bufsize=LINE_BYTES,
     ) as session:
-        model = target.model or await _only_model(session, base)
         vocab_size = tokenizer.vocab_size if tokenizer is not None else SAFE_VOCAB_SIZE
-        yield await _first_accepted_form(session, base, model, tokenizer, vocab_size)
+        try:
+            model = target.model or await _only_model(session, base)
+            endpoint = await _first_accepted_form(session, base, model, tokenizer, vocab_size)
+        except TimeoutError:
+            raise EndpointError(f"{base} did not answer within {TRIAL_S:g} s; does the server work?") from None
+        yield endpoint
 
 
 def _tokenizer(target: Target) -> Any:
@@ -204,8 +214,9 @@ async def _first_accepted_form(
     for form in FORMS:
         endpoint = HttpEndpoint(session, base, model, form, tokenizer, vocab_size)
         try:
-            async for _ in endpoint.ask(PROBE):
-                pass
+            async with asyncio.timeout(TRIAL_S):
+                async for _ in endpoint.ask(PROBE):
+                    pass
             return endpoint
         except RequestFailed as error:
             if error.reason not in map("HTTP {}".format, BAD_FORM):
@@ -226,12 +237,12 @@ def _with_hint(error: RequestFailed | None) -> str:
 
 async def _only_model(session: aiohttp.ClientSession, base: str) -> str:
     try:
-        async with session.get(f"{base}/models") as response:
+        async with asyncio.timeout(TRIAL_S), session.get(f"{base}/models") as response:
             if response.status != 200:
                 failed = RequestFailed(f"HTTP {response.status}", await _message(response))
                 raise EndpointError(f"{base}/models: {_with_hint(failed)}")
             names = [str(each["id"]) for each in (await response.json(content_type=None))["data"]]
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, HttpProcessingError) as error:
         raise EndpointError(f"nothing answers at {base} ({_connection_error(error)}); is the server up?") from error
     except (ValueError, LookupError, TypeError) as error:
         raise EndpointError(f"{base}/models is no list of models; is this an OpenAI server?") from error

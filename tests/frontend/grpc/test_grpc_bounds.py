@@ -6,11 +6,12 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from cluster.frontend.grpc import interceptors, server, standard_services
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
-from diptych.wire import MAX_REQUEST_BYTES
+from diptych.wire import INFERENCE, MAX_REQUEST_BYTES
 from tests.frontend.grpc.conftest import OpenClient
 
 GENERATE = "/diptych.v1.InferenceService/Generate"
@@ -91,6 +92,17 @@ async def test_a_call_whose_message_does_not_arrive_is_ended(
         await empty.done_writing()
         assert await code_of(empty) == grpc.StatusCode.INVALID_ARGUMENT
     assert (await client.complete("hello", max_tokens=1)).text == "a"
+
+
+async def test_a_reflection_stream_without_a_message_is_ended(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interceptors, "MESSAGE_S", 0.2)
+    async with grpc.aio.insecure_channel(client.endpoint) as channel:
+        stream = silent_call(channel, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+        await stream.write(reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString())
+        assert INFERENCE.encode() in await stream.read()
+        assert await code_of(stream) == grpc.StatusCode.OK
 
 
 async def test_calls_above_the_limit_are_refused(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:

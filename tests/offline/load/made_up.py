@@ -27,6 +27,7 @@ class MadeUp:
     takes_extras: bool = True
     status: int = 200
     cuts: bool = False
+    sends: bytes = b""  # instead of an answer
     key: str = ""
     fails_after: int | None = None  # from so many answers on with 429
     url: str = ""
@@ -71,6 +72,9 @@ class MadeUp:
     async def _answer(self, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if self.sends:
+            await response.write(self.sends)
+            return response
         if body is self.bodies[0]:
             await asyncio.sleep(self.slow_first_s)
         wanted = body["max_tokens"]

@@ -1,10 +1,12 @@
 """An OpenAI server as an endpoint: request form detection, the server's token counts, counted failures."""
 
+import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
+from cluster.offline.load import http_endpoint
 from cluster.offline.load.endpoint import EndpointError, Target
 from cluster.offline.load.http_endpoint import VOCAB_SIZE, WORDS, HttpEndpoint, text_of
 from cluster.offline.load.sender import LoadOptions, nothing
@@ -78,7 +80,12 @@ async def test_a_server_gets_requests_as_it_takes_them() -> None:
         ({"status": 500}, RequestOutcome.FAILED, "HTTP 500"),
         ({"cuts": True}, RequestOutcome.FAILED, "stream cut"),
         ({"service_s": 5.0}, RequestOutcome.FAILED, "deadline"),
+        ({"sends": b"data: {no JSON\n\n"}, RequestOutcome.FAILED, "stream cut"),
+        ({"sends": b"data: [1]\n\n"}, RequestOutcome.FAILED, "stream cut"),
+        ({"sends": b'data: {"choices": 5}\n\n'}, RequestOutcome.FAILED, "stream cut"),
+        ({"sends": b"data: " + b"x" * (3 << 20)}, RequestOutcome.FAILED, "stream cut"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 async def test_a_failure_is_counted_by_its_reason_and_the_run_goes_on(
     settings: dict[str, object], outcome: RequestOutcome, reason: str
@@ -130,6 +137,19 @@ async def test_an_unreachable_server_is_one_error() -> None:
         url = server.url
     for model in ("", "made-up"):
         with pytest.raises(EndpointError, match=r"127\.0\.0\.1"):
+            async with open_endpoint(Target(url, model)):
+                pass
+
+
+@pytest.mark.parametrize("model", ["", "made-up"])
+async def test_a_server_that_never_answers_is_one_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(30.0)
+
+    monkeypatch.setattr(http_endpoint, "TRIAL_S", 0.2)
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        with pytest.raises(EndpointError, match=r"did not answer within 0\.2 s"):
             async with open_endpoint(Target(url, model)):
                 pass
 
