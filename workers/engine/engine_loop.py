@@ -174,8 +174,6 @@ class EngineLoop:
         ticks = self._executor.ticks
         self._still = self._still + 1 if ticks == self._ticks else 0
         self._ticks = ticks
-        if self._multi_step is not None:
-            self._begun_s = max(self._begun_s, self._multi_step.begun_s)
         if self._now_s() - self._begun_s >= STEP_TIMEOUT_S:
             self._gave_up = f"has not ended within {STEP_TIMEOUT_S:.0f} s"
         elif self._still * BEAT_S >= STALLED_S and self._good_steps >= FIRST_STEPS:

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from msgspec import structs
-
 from workers.engine.decode_steps import DecodeSteps
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.executor import Executor
@@ -23,6 +21,7 @@ from workers.request import LateReader, TokensOut
 from workers.stats import WorkerStats
 
 MAX_STEPS = 128
+MAX_RUN_S = 100.0  # less than `STEP_TIMEOUT_S`, after which a step seems to hang
 
 
 @dataclass(slots=True)
@@ -33,29 +32,22 @@ class _Late:
     reader: LateReader
     times_s: list[float] = field(default_factory=list)
 
-    def take(self) -> list[TokensOut]:
-        """All of them in one output. The sequence has them all."""
+    def take(self, newer: int = 0) -> list[TokensOut]:
+        """All of them in one output. The sequence has them, and so many newer ones."""
         sequence, times_s, self.times_s = self.sequence, self.times_s, []
         if not times_s:
             return []
+        stop = len(sequence.tokens) - newer
         return [
             TokensOut(
                 key=sequence.key,
-                first_position=sequence.num_output - len(times_s),
-                tokens=tuple(sequence.tokens[-len(times_s) :]),
+                first_position=sequence.num_output - newer - len(times_s),
+                tokens=tuple(sequence.tokens[stop - len(times_s) : stop]),
                 timing=sequence.timing(times_s[-1]),
                 cached_tokens=sequence.cached_tokens,
                 token_s=tuple(times_s),
             )
         ]
-
-    def with_last(self, output: TokensOut, now_s: float) -> TokensOut:
-        """The newest token's output, with those before it."""
-        if not self.times_s:
-            return output
-        sequence, count = self.sequence, len(self.times_s) + 1
-        first, tokens = output.first_position + 1 - count, tuple(sequence.tokens[-count:])
-        return structs.replace(output, first_position=first, tokens=tokens, token_s=(*self.times_s, now_s))
 
 
 class MultiStep:
@@ -79,6 +71,7 @@ class MultiStep:
         self._stats = stats
         self._now_s = now_s
         self._longest_s = longest_s
+        self._most_steps = min(MAX_STEPS, int(MAX_RUN_S / longest_s))
         self._run: DecodeSteps | None = None
         self._going: Items[Sequence] = ()  # sequences of these steps, if their outputs are late
         self._late: dict[str, _Late] = {}  # by sequence
@@ -102,7 +95,7 @@ class MultiStep:
                 return None
             readers.append(reader)
         logs = any([reader.reads_cache for reader in readers])
-        if (count := self._engine.num_decode_steps(MAX_STEPS, logs=logs)) < 2:
+        if (count := self._engine.num_decode_steps(self._most_steps, logs=logs)) < 2:
             return None
         steps = self._executor.execute_decodes(plan, count, self._last)
         self._is_checked, self._logs = True, logs
@@ -118,12 +111,6 @@ class MultiStep:
                 self._readers[reader] = None
                 reader.attach(self)
         return steps.result
-
-    @property
-    def begun_s(self) -> float:
-        """When the step in flight began, if it is one of these and not the first; else 0."""
-        ended = 0 if self._run is None else self._run.num_ended_by(self._now_s())
-        return self._run.steps.ends_s[ended - 1] if self._run is not None and ended else 0.0
 
     def reports_to(self, reader: LateReader) -> bool:
         """Whether steps run whose outputs this reader gets late."""
@@ -210,17 +197,14 @@ class MultiStep:
         """The engine's outputs, and what was not told of sequences that run no longer in steps that run as one."""
         if not self._late:
             return outputs
-        now_s, told, before = self._now_s(), list[EngineOutput](), len(self._late)
+        told, before = list[EngineOutput](), len(self._late)
         for output in outputs:
             late = self._late.get(output.key)
             if late is None or (late.sequence in self._going and not late.times_s):
                 told.append(output)
                 continue
             del self._late[output.key]
-            if isinstance(output, TokensOut):
-                told.append(late.with_last(output, now_s))
-            else:
-                told += [*late.take(), output]
+            told += [*late.take(newer=isinstance(output, TokensOut)), output]
         for key in [key for key, late in self._late.items() if late.sequence not in self._going]:
             told += self._late.pop(key).take()
         if len(self._late) < before:
@@ -231,6 +215,6 @@ class MultiStep:
         if self._untold:
             stats = self._stats()
             for reader in self._untold:
-                reader.on_late_stats(stats, now_s)
+                reader.on_late_stats(stats, self._now_s())
             self._untold.clear()
         return told
