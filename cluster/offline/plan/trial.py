@@ -58,8 +58,8 @@ class Trial:
 
     def count(self, rate: float) -> int:
         """Requests of a run at this rate."""
-        outputs = [each.output_tokens for each in self.load.arrivals]
-        span_s = probe_span_s(self.slo, sum(outputs) / len(outputs))
+        _, output = mean_lengths(self.load.arrivals)
+        span_s = probe_span_s(self.slo, output)
         return min(self.requests * self.lengthening, max(self.requests, ceil(rate * span_s)))
 
     def run(self, rate: float, seed: int) -> Run:

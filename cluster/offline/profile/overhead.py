@@ -13,13 +13,13 @@ from statistics import median
 from cluster.events import Completed
 from cluster.frontend.text import TextDelta
 from cluster.offline.profile.steps import measured
+from cluster.offline.workload.prompts import FIRST_TOKEN
 from diptych.client import AsyncClient
 from diptych.request_ids import PROFILE_PREFIX, new_id
 from diptych.shapes import Shape
 from workers.profiles.measured import LONE_TOKENS
 from workers.profiles.profile_errors import ProfileError
 
-FIRST_TOKEN = 3  # smaller ids are often end-of-text tokens
 PROMPT_TOKENS, ANSWER_TOKENS = LONE_TOKENS, 48
 SINGLE, CONCURRENT, ROUNDS = 7, 8, 3  # single requests; requests at once, and how often
 STEPS = 24
