@@ -41,9 +41,7 @@ def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int, *, 
         if logs:
             most = min(most, pool.log.hash_block_size - each.num_computed % pool.log.hash_block_size)
     size, free = pool.block_size, pool.num_free - (pool.num_cached if logs else 0)
-    while most > 1 and free < len(sequences) * (most // size + 1):  # each lacks at most as many
-        if sum([_missing_blocks(each, most, size) for each in sequences]) <= free:
-            break
+    while most > 1 and sum([_missing_blocks(each, most, size) for each in sequences]) > free:
         most //= 2
     return most
 
@@ -124,18 +122,13 @@ class DecodeSteps:
                 self._append(index, self.num_ended)
         return self.steps.ends_s[first : self.num_ended]
 
-    def _next_full(self, sequence: Sequence) -> int:
-        """How many computed tokens fill the first block that is not cached."""
-        return (sequence.num_cached_blocks + 1) * self._pool.block_size
-
     def _append(self, index: int, steps: int) -> None:
         """The tokens of the first so many steps."""
         sequence, num_computed = self.sequences[index], self._begun_with[index] + steps
         if count := num_computed - sequence.num_computed:
             sequence.tokens += self.steps.sample(sequence.key, len(sequence.tokens), count)
             sequence.num_computed = num_computed
-            if num_computed >= self._next_full(sequence):
-                self._kv.cache_blocks(sequence)
+            self._kv.cache_blocks(sequence)
 
     def commit_last(self, seconds: float) -> Iterator[tuple[Sequence, int]]:
         """The last step has ended and took so long. Yields its sequences, computed and in the cache, with their token.
@@ -147,6 +140,5 @@ class DecodeSteps:
             each.num_ordered -= 1
             each.num_computed += 1
             if not each.finish_pending:
-                if each.num_computed >= self._next_full(each) or each.request.group:
-                    self._kv.cache_blocks(each)
+                self._kv.cache_blocks(each)
                 yield each, self.steps.sample(each.key, len(each.tokens), 1)[0]
