@@ -2,7 +2,7 @@
 
 llguidance proves that for some alternatives itself. Here references are followed, and null is no obstacle: where two
 alternatives allow it, `oneOf` refuses it, so it is taken from all. What is not proved stays as it is.
-Counts of names that a grammar cannot tell apart are refused.
+Counts of names that a grammar cannot tell apart are refused, and references that lead to themselves.
 """
 
 import json
@@ -15,6 +15,7 @@ from workers.request import Grammar
 
 MAX_COMPARED = 2000  # alternatives, properties and values of a schema
 MAX_DEPTH = 8  # of properties, and of references
+MAX_IN_A_ROW = 64  # references that lead to each other
 LITERALS = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # have schemas by name
 OF_TYPE = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
@@ -29,10 +30,12 @@ NOT_OF_NULL = {
 
 def with_any_of_in(grammar: Grammar) -> Grammar:
     """The same with such a schema. A text that is no schema stays as it is, for the error of compiling it."""
-    if grammar.kind != "json" or not any(f'"{name}"' in grammar.text for name in ("oneOf", "minProperties")):
+    if grammar.kind != "json" or not any(f'"{name}"' in grammar.text for name in ("oneOf", "minProperties", "$ref")):
         return grammar
     with suppress(ValueError, TypeError, RecursionError):
-        schema = with_any_of(json.loads(grammar.text))
+        given = json.loads(grammar.text)
+        if (schema := with_any_of(given)) == given:
+            return grammar
         return Grammar("json", json.dumps(schema, separators=(",", ":"), ensure_ascii=False))
     return grammar
 
@@ -49,6 +52,7 @@ class _Prover:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._left = MAX_COMPARED
+        self._ending: set[str] = set()  # references that do not lead to themselves
 
     def changed(self, node: Any, *, is_named: bool = False) -> Any:
         """`is_named`: the node's keys are names of schemas, and no keywords."""
@@ -58,6 +62,7 @@ class _Prover:
             return node
         if is_named:
             return {name: self.changed(schema) for name, schema in node.items()}
+        self._refuse_cycle(node, ())
         kept = {key: value for key, value in node.items() if key in LITERALS}
         found = {key: self.changed(value, is_named=key in NAMED) for key, value in node.items()} | kept
         if _counts_names_twice(found):
@@ -112,12 +117,30 @@ class _Prover:
                 return {}
             if not isinstance(reference := schema.get("$ref"), str):
                 return schema  # type: ignore[no-any-return]
-            first, *path = reference.split("/")
-            schema = self._root if first == "#" else {}
-            for part in path:
-                name = part.replace("~1", "/").replace("~0", "~")
-                schema = schema.get(name) if self._is_inside(schema) else None
+            schema = self._target(reference)
         return {}
+
+    def _target(self, reference: str) -> Any:
+        first, *path = reference.split("/")
+        schema: Any = self._root if first == "#" else {}
+        for part in path:
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if self._is_inside(schema) else None
+        return schema
+
+    def _refuse_cycle(self, schema: Any, path: tuple[str, ...]) -> None:
+        """A value that must match what it is compared with already never can. `path`: the references to `schema`."""
+        if not self._is_inside(schema):
+            return
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in self._ending:
+            if reference in path or len(path) == MAX_IN_A_ROW:
+                why = f"the $ref to {reference[:80]!r} leads to itself, or is one of many in a row"
+                raise InvalidRequest("sampling.grammar", f"no text can match it: {why}; give it a type")
+            self._refuse_cycle(self._target(reference), (*path, reference))
+            self._ending.add(reference)
+        for part in _listed(schema.get("allOf", [])):
+            self._refuse_cycle(part, path)
 
     def _is_inside(self, schema: Any) -> bool:
         """Whether it is an object in which references begin at the root."""

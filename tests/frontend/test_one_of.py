@@ -135,3 +135,30 @@ def test_only_schemas_change() -> None:
     schema = {"enum": [literal], "default": literal, "required": ["oneOf"], "properties": {"oneOf": True}}
     schema |= {"dependentRequired": {"oneOf": ["a"]}}
     assert with_any_of(schema) == schema
+
+
+CYCLES: dict[str, dict[str, Any]] = {
+    "itself": {"$ref": "#"},
+    "a property's": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "properties": {"p": {"$ref": "#/$defs/a"}}},
+    "two": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "items": {"$ref": "#/$defs/a"}},
+    "in allOf": {"$defs": {"a": {"allOf": [{"type": "object"}, {"$ref": "#/$defs/a"}]}}},
+    "many": {"$defs": {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(3000)}},
+}
+TREES: dict[str, dict[str, Any]] = {
+    "a tree": {"$defs": {"n": {"properties": {"c": {"items": {"$ref": "#/$defs/n"}}}}}, "$ref": "#/$defs/n"},
+    "a list": {"type": "object", "properties": {"next": {"$ref": "#"}}},
+    "an option": {"$defs": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
+    "shared": {"$defs": {"a": {"type": "null"}}, "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]},
+    "unknown": {"$ref": "#/$defs/none"},
+}
+
+
+@pytest.mark.parametrize("name", CYCLES)
+def test_a_reference_that_leads_to_itself_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="leads to itself"):
+        with_any_of_in(Grammar("json", json.dumps(CYCLES[name])))
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_recursive_types_are_not(name: str) -> None:
+    assert with_any_of(TREES[name]) == TREES[name]
