@@ -142,7 +142,7 @@ async def test_a_prefill_worker_is_measured_while_the_other_answers() -> None:
         prefill, decode = (await client.status()).view.workers
         steps, gaps = await measure_slowdown(client, prefill, decode, True, 1000)
         assert steps.ratio == pytest.approx(1.0) and gaps.ratio > 0.0
-        assert runtime.workers["decode-0"].engine.stats().steps > 240
+        assert runtime.workers["decode-0"].engine.stats().steps >= 240  # the tokens of an answer
 
 
 async def test_answers_that_fail_end_the_measurement() -> None:
