@@ -115,7 +115,11 @@ def drop(file: Iterable[str] | None, endpoint: str, access: Access, pool: str, t
 def _prompts(lines: Iterable[str]) -> list[str]:
     """A line that begins with a quotation mark is a JSON string. Empty lines do not count."""
     prompts = []
-    for number, line in enumerate(lines, 1):
+    try:
+        numbered = list(enumerate(lines, 1))
+    except UnicodeDecodeError as error:
+        raise click.ClickException(f"the file of prompts is not UTF-8 text: {error}") from None
+    for number, line in numbered:
         text = line.rstrip("\r\n")
         if text.startswith('"'):
             try:

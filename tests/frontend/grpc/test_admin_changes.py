@@ -199,6 +199,10 @@ def test_the_command_warms_each_line_of_a_file_and_stops_at_a_refusal(
     result = CliRunner().invoke(main, ["cache", "warm", str(file), "--pin", "60", "--endpoint", served[0]])
     assert result.exit_code == 1 and result.stderr == "Error: prefill-1: , 60 s\n"
     file.write_text('"no end\n')
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    result = CliRunner().invoke(main, ["cache", "warm", str(binary), "--endpoint", served[0]])
+    assert result.exit_code == 1 and "the file of prompts is not UTF-8 text" in result.output
     result = CliRunner().invoke(main, ["cache", "warm", str(file), "--endpoint", served[0]])
     assert result.exit_code == 1 and result.stderr.startswith("Error: line 1 is no JSON string")
 
