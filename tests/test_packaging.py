@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from torch.version import cuda
 
 from cluster.cli import COMMANDS, EXTRAS
+from kvtransfer.backends.nixl_build import nixl_extra
 from tests.test_imports import imports, modules
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,14 +154,15 @@ def test_whatever_we_import_is_required_somewhere() -> None:
 
 def test_make_demo_installs_what_serves_and_make_test_what_tests_too() -> None:
     makefile = (ROOT / "Makefile").read_text()
+    nixl = nixl_extra(cuda)
     serves, ready = (
-        libraries("nixl", *named.split(","))
+        libraries(nixl, *named.split(","))
         for stamp in ("SERVES", "READY")
         for named in re.findall(
             rf'^\$\({stamp}\):.*\n(?:\t.*\n)*?\t.*-e "\.\[\$\$\(\$\(NIXL_EXTRA\)\),([\w,]+)\]"', makefile, re.M
         )
     )
-    assert {"torch", "ray", "fastapi", "nixl_cu12"} <= serves
+    assert {"torch", "ray", "fastapi", "nixl_cu13" if nixl.endswith("cu13") else "nixl_cu12"} <= serves
     assert "pytest" not in serves and serves | {"pytest"} <= ready
 
 
