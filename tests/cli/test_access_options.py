@@ -140,6 +140,8 @@ def test_bench_explains_how_to_give_a_key(served: Served) -> None:
     load = "--concurrency", "1", "--workload", "burst:count=1,lengths=8/4"
     error = refused(run("bench", "--endpoint", served.http, *served.options[:6], *load))
     assert "give a key by --key-file, DIPTYCH_API_KEY or OPENAI_API_KEY" in error
+    stranger = ("--ca", str(served.files.clients.ca), *served.options[2:])
+    assert "certificate is not trusted" in refused(run("bench", "--endpoint", served.http, *stranger, *load))
     plain = served.http.replace("https", "http")
     assert "is without TLS" in refused(run("bench", "--endpoint", plain, *served.options, *load))
 

@@ -116,7 +116,8 @@ async def test_a_reader_without_descriptors_does_not_blame_the_owner(owner: Owne
 
 
 async def test_a_silent_owner_times_out() -> None:
-    server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(5), "127.0.0.1", 0)
+    writers = []  # dropped, they would close their connections
+    server = await asyncio.start_server(lambda _, writer: writers.append(writer), "127.0.0.1", 0)
     with pytest.raises(TransferTimeout):
         await ControlClient.connect("127.0.0.1", server.sockets[0].getsockname()[1], SECRET, deadline_s=0.2)
     server.close()

@@ -157,6 +157,8 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[TokenChunk
 
 
 def _connection_error(error: aiohttp.ClientError | HttpProcessingError) -> str:
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"the server's certificate is not trusted ({error.certificate_error})"
     number = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
     return os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
 
@@ -242,6 +244,8 @@ async def _only_model(session: aiohttp.ClientSession, base: str) -> str:
                 failed = RequestFailed(f"HTTP {response.status}", await _message(response))
                 raise EndpointError(f"{base}/models: {_with_hint(failed)}")
             names = [str(each["id"]) for each in (await response.json(content_type=None))["data"]]
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise EndpointError(f"{base}: {_connection_error(error)}; give the CA that signed it with --ca") from error
     except (aiohttp.ClientError, HttpProcessingError) as error:
         raise EndpointError(f"nothing answers at {base} ({_connection_error(error)}); is the server up?") from error
     except (ValueError, LookupError, TypeError) as error:
