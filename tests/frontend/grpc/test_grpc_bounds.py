@@ -139,8 +139,9 @@ async def test_health_watches_are_limited_and_leave_nothing(
 
 
 async def test_an_endpoint_that_never_answers_is_named() -> None:
-    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(30.0)
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
 
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as listening:
         endpoint = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"

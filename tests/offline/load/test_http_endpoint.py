@@ -143,8 +143,9 @@ async def test_an_unreachable_server_is_one_error() -> None:
 
 @pytest.mark.parametrize("model", ["", "made-up"])
 async def test_a_server_that_never_answers_is_one_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(30.0)
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
 
     monkeypatch.setattr(http_endpoint, "TRIAL_S", 0.2)
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as listening:
