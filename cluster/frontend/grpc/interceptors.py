@@ -26,17 +26,15 @@ Behavior = Callable[[Any, Any], Awaitable[Any]]
 
 
 class MessageInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls whose request message does not arrive in time, and streams without a message for as long. grpc itself
-    waits forever.
-    """
+    """Ends calls whose request message, or a stream's next, does not arrive in `MESSAGE_S`. grpc waits forever."""
 
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Handler]], handler_call_details: Details
     ) -> Handler:
         handler = await continuation(handler_call_details)
-        if handler is not None and isasyncgenfunction(handler.stream_stream):  # only that of reflection
+        if handler is not None and isasyncgenfunction(handler.stream_stream):  # reflection: the only stream of requests
             return handler._replace(stream_stream=_stream_ended_in_time(handler.stream_stream))
-        if handler is None or handler.request_streaming:  # the latter is a refusal, which reads nothing
+        if handler is None or handler.request_streaming:  # a refused call reads no message
             return handler
 
         async def behave(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
