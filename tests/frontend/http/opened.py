@@ -28,7 +28,7 @@ class Clients:
 async def clients(url: str, endpoint: str) -> AsyncIterator[Clients]:
     sdk_http = DefaultAsyncHttpxClient(trust_env=False, verify=False)  # no proxy; no certificates to load
     async with (
-        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30.0, http_client=sdk_http) as sdk,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120.0, http_client=sdk_http) as sdk,
         httpx2.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=30.0) as http,
         AsyncClient(endpoint) as grpc,
     ):
