@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from cluster.cli.options import (
-    FOLDER,
+    OUTPUT_FOLDER,
     SHARE,
     GroupedCommand,
     access_options,
@@ -54,7 +54,7 @@ POSITIVE = click.FloatRange(0.0, 1e9, min_open=True)
 @workload("--in-flight", type=click.IntRange(1), default=256, help="Limit of requests; more fail.")
 @workload("--seed", type=int, default=0, help="First seed of everything generated.")
 @workload("--seeds", type=click.IntRange(1, 100), help="Number of seeds. [default: 3 with --goodput, 5 with --compare]")
-@output("-o", "--out", type=FOLDER, help="Output folder: report, pictures, JSON.")
+@output("-o", "--out", type=OUTPUT_FOLDER, help="Output folder: report, pictures, JSON.")
 @output("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def bench(
     configurations: tuple[str, ...], compare: bool, resume: bool, runtime: str, wants_goodput: bool, **options: Any

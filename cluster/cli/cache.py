@@ -113,7 +113,7 @@ def drop(file: Iterable[str] | None, endpoint: str, access: Access, pool: str, t
 
 
 def _prompts(lines: Iterable[str]) -> list[str]:
-    """A line that begins with a quotation mark is a JSON string. Empty lines do not count."""
+    """At least one. A line that begins with a quotation mark is a JSON string. Empty lines do not count."""
     prompts = []
     try:
         numbered = list(enumerate(lines, 1))
@@ -128,6 +128,8 @@ def _prompts(lines: Iterable[str]) -> list[str]:
                 raise click.ClickException(f"line {number} is no JSON string: {error}") from None
         if text:
             prompts.append(text)
+    if not prompts:
+        raise click.ClickException("the file of prompts has none; write one in each line")
     return prompts
 
 

@@ -4,6 +4,7 @@ A key is never an argument, because the shell's history and the process list wou
 """
 
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -17,8 +18,31 @@ from diptych.access import Access
 DEFAULT = "[default: $DIPTYCH_ENDPOINT, else the last server started on this machine, else 127.0.0.1:50051]"
 
 GENERAL = "Options"
+
+
+class OutputPath(click.Path):
+    """What a command writes at its end. Refused before its work if that cannot be written."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        above = path.parent
+        while self.dir_okay and not above.exists():  # the folders that lack are created
+            above = above.parent
+        try:
+            if path.is_file():
+                path.open("ab").close()
+            elif path.is_dir() or not path.exists():
+                tempfile.TemporaryFile(dir=path if path.is_dir() else above).close()
+        except OSError as error:
+            why = f"cannot be written: {error.strerror}"
+            self.fail(f"{path} {why}" if above.is_dir() else f"{above} is not a folder; create it first", param, ctx)
+        return path
+
+
 FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
+OUTPUT_FILE = OutputPath(dir_okay=False, path_type=Path)
+OUTPUT_FOLDER = OutputPath(file_okay=False, path_type=Path)
 PORT = click.IntRange(0, 65535)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 SHARE = click.FloatRange(0.0, 1.0, min_open=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cluster.cli.comparison import positive_slo
-from cluster.cli.options import FILE, JSON, KV_LINK, SHARE, GroupedCommand, access_options, grouped
+from cluster.cli.options import FILE, JSON, KV_LINK, OUTPUT_FILE, SHARE, GroupedCommand, access_options, grouped
 from cluster.cli.screen import print_json, print_lines, say
 from cluster.cli.search import INTERRUPTED, SearchProgress, cut_short, search
 from cluster.cli.trace import duration
@@ -120,7 +120,7 @@ effort = grouped("Simulation")
     help=f"Time limit of the simulation; the best answer by then is printed. [default: {INSTANCE_S:g} with --prompt or "
     f"--from-cluster, else {PLACEMENT_S:g}]",
 )
-@click.option("-o", "--out", type=FILE, help="Write the plan as a cluster YAML.")
+@click.option("-o", "--out", type=OUTPUT_FILE, help="Write the plan as a cluster YAML.")
 @JSON
 @access_options
 def plan(access: Access, **options: Any) -> None:

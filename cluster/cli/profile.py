@@ -8,7 +8,7 @@ import click
 
 from cluster.cli.launch import private
 from cluster.cli.lifetime import run, running_cluster
-from cluster.cli.options import FILE, GroupedCommand, client_options
+from cluster.cli.options import OUTPUT_FILE, GroupedCommand, client_options
 from cluster.cli.screen import console, progress_bar, say
 from cluster.cli.serve import check_pools
 from diptych.access import Access
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @client_options
 @click.option("-f", "--file", metavar="YAML", help="Start this cluster, measure it, and stop it.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", help="With -f.")
-@click.option("-o", "--output", type=FILE, default="profile.json", help="Output file.")
+@click.option("-o", "--output", type=OUTPUT_FILE, default="profile.json", help="Output file.")
 @click.option("--rounds", type=click.IntRange(1, 20), default=3, help="Measurements of every step.")
 def profile(endpoint: str, access: Access, file: str | None, runtime: str, output: Path, rounds: int) -> None:
     """Measure the workers of an idle cluster and fit a cost model to each pool.
@@ -34,8 +34,6 @@ def profile(endpoint: str, access: Access, file: str | None, runtime: str, outpu
     """
     from workers.profiles.measured import save
 
-    if not output.parent.is_dir():
-        raise click.BadParameter(f"{output.parent} is not a folder; create it first", param_hint="--output")
     found = asyncio.run(_measure(endpoint, access, rounds)) if file is None else _measure_file(file, runtime, rounds)
     save(found, output)
     _show(found)

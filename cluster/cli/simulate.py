@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.comparison import positive_slo, print_comparison, write_report
-from cluster.cli.options import FILE, FOLDER, KV_LINK, SHARE, GroupedCommand, grouped
+from cluster.cli.options import FILE, KV_LINK, OUTPUT_FOLDER, SHARE, GroupedCommand, grouped
 from cluster.cli.screen import progress_bar
 from cluster.cli.search import cores
 
@@ -56,7 +56,7 @@ output = grouped("Output")
 @load("--seed", type=int, default=0, help="Seed of everything generated.")
 @goodput("--seeds", type=click.IntRange(1), default=3, help="Seeds of a goodput search.")
 @click.option("--processes", type=click.IntRange(1), help="Processes to use. [default: one per core]")
-@output("-o", "--out", type=FOLDER, help="Output folder: report, pictures, JSON.")
+@output("-o", "--out", type=OUTPUT_FOLDER, help="Output folder: report, pictures, JSON.")
 @output("--trace", "wants_trace", is_flag=True, help="With -o: also a Perfetto file of every step.")
 @output("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def simulate(

@@ -212,3 +212,32 @@ def test_debug_shows_the_traceback() -> None:
     result = run("--debug", "serve", "-f", "no-such.yaml")
     assert result.exit_code != 0 and result.exc_info is not None
     assert type(result.exception).__name__ == "SpecError"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("profile", "--endpoint", "127.0.0.1:1", "-o", "/proc/profile.json"),
+        ("plan", "--model", "opt-13b", "--hardware", "a100-80gb", "-o", "/proc/plan.yaml"),
+        ("simulate", "--model", "opt-13b", "-o", "/proc/out/simulation"),
+        ("bench", "--endpoint", "127.0.0.1:1", "-o", "/proc/out"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_an_output_that_cannot_be_written_is_refused_first(command: tuple[str, ...]) -> None:
+    assert f"{command[-1]} cannot be written: No such file or directory" in refused(run(*command))
+
+
+def test_what_a_check_of_an_output_finds_stays_as_it_is(tmp_path: Path) -> None:
+    written = tmp_path / "profile.json"
+    written.write_text("earlier")
+    for output in written, tmp_path / "new.json":
+        assert "127.0.0.1:1" in refused(run("profile", "--endpoint", "127.0.0.1:1", "-o", str(output)))
+    assert [each.name for each in tmp_path.iterdir()] == [written.name] and written.read_text() == "earlier"
+
+
+@pytest.mark.parametrize("command", ["warm", "drop"])
+def test_a_file_without_prompts_is_refused(command: str) -> None:
+    assert refused(run("cache", command, "-", stdin="\n")).endswith(
+        "the file of prompts has none; write one in each line"
+    )
