@@ -84,7 +84,7 @@ elastic: $(VENV)/.bench
 sim-vs-real: $(READY)
 	@$(BIN)/python -m benchmarks.sim_vs_real $(ARGS)
 
-# Roles follow a shifting load on a real cluster, with equal tokens: four minutes. ARGS=--modelled: four workers that sleep.
+# Roles follow a shifting load on a real cluster, with equal tokens: four minutes. ARGS=--simulated: four workers that sleep.
 shift: $(READY)
 	@$(BIN)/python -m benchmarks.shift $(ARGS)
 

@@ -1,8 +1,8 @@
 """How many streams of 20 tokens/s one gateway process carries on one core, over gRPC and over HTTP.
 
-A cluster on Ray with modelled workers, whose steps take `PERIOD_S` and compute nothing. The gateway is bound to core 0;
-workers, controller, Ray and the load generator to the other cores. The load grows until the gateway's core is used for
-more than `MAX_SHARE`, or gaps between tokens exceed `MAX_GAPS` periods.
+A cluster on Ray with simulated workers, whose steps take `PERIOD_S` and compute nothing. The gateway is bound to core
+0; workers, controller, Ray and the load generator to the other cores. The load grows until the gateway's core is used
+for more than `MAX_SHARE`, or gaps between tokens exceed `MAX_GAPS` periods.
 """
 
 import asyncio

@@ -136,14 +136,14 @@ def served(spec: ClusterSpec) -> Iterator[MeasuredServer]:
 
 def served_spec() -> ClusterSpec:
     """One prefill and one decode worker whose steps take `PERIOD_S` and no CPU time."""
-    spec = split_spec("servers", executor="modelled")
+    spec = split_spec("servers", executor="simulated")
     cost = LinearCost(PERIOD_S, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     with_room = [
         replace(each.engine, kv_blocks=BLOCKS, max_batch_tokens=2048, max_running=MAX_REQUESTS) for each in spec.pools
     ]
     pools = tuple(replace(each, engine=engine, cost=cost) for each, engine in zip(spec.pools, with_room, strict=True))
     gateway = GatewaySpec(grpc_port=0, http_port=0, max_requests=MAX_REQUESTS)
-    return replace(spec, pools=pools, transfer=TransferConfig(backends=("modelled",)), gateway=gateway)
+    return replace(spec, pools=pools, transfer=TransferConfig(backends=("simulated",)), gateway=gateway)
 
 
 def _listener(child: Child, endpoint: str) -> int:
@@ -217,7 +217,7 @@ def _compared(title: str, row: str, unit: str, values: Mapping[str, Sequence[flo
 
 NOTES = (
     "Prompts are 32 token ids; every stream of bare and servers has its own timer, so each message has one token.",
-    "In served, 13 % of the modelled tokens are no whole character; over HTTP their text comes with a later token.",
+    "In served, 13 % of the simulated tokens are no whole character; over HTTP their text comes with a later token.",
     "A token's CPU time is measured while all streams run; the start and end of a request are in the other table.",
     "Lateness includes delays of the load generator and of a busy machine.",
 )

@@ -57,7 +57,7 @@ class Spreading:
 def measure(router: str) -> Spreading:
     pool = PoolSpec("both", Role.MIXED, WORKERS, engine=ENGINE, cost=COST)
     gateway = GatewaySpec(routing=router, admission="none", slo=SLO(2.0, 0.1))
-    spec = ClusterSpec("m", (pool,), gateway=gateway, health=RARE_HEARTBEATS, executor="modelled")
+    spec = ClusterSpec("m", (pool,), gateway=gateway, health=RARE_HEARTBEATS, executor="simulated")
     return run(_measure(spec))
 
 

@@ -26,7 +26,7 @@ from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, 
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from workers.config import KEPT_SHARE, ParallelConfig
 from workers.costs import CostModel
-from workers.executor.modelled_lending import AttentionCalls, attention_seconds
+from workers.executor.simulated_lending import AttentionCalls, attention_seconds
 
 MODEL, GPU, GPUS = "llama-3-8b", "l4", 4
 CALLS = AttentionCalls(num_layers=32, num_heads=32, head_dim=128)
@@ -121,7 +121,7 @@ def served(workload: Workload, tensor: int = 1, *, borrows: bool = True) -> Run:
         engine = replace(engine, max_model_len=engine.kv_blocks * engine.block_size)
     pool = PoolSpec("mixed", Role.MIXED, workers, engine=engine, hardware=GPU, parallel=parallel)
     gateway = GatewaySpec(routing="slo", rebalance=True, max_requests=1 << 20, placement_timeout_s=3600.0)
-    spec = ClusterSpec(MODEL, (pool,), gateway=gateway, health=HealthSpec(1.0, 10.0), executor="modelled")
+    spec = ClusterSpec(MODEL, (pool,), gateway=gateway, health=HealthSpec(1.0, 10.0), executor="simulated")
     return simulate(spec, {"mixed": pool_model(MODEL, GPU, parallel)}, workload)
 
 

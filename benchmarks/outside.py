@@ -70,7 +70,7 @@ class Counts:
 class ToolResult:
     """One tool's report and the server's counts during its run.
 
-    `retokenised`: output tokens as the tool counts them in the text, if it does.
+    `retokenized`: output tokens as the tool counts them in the text, if it does.
     """
 
     tool: str
@@ -83,7 +83,7 @@ class ToolResult:
     itl_mean_ms: float
     itl_p50_ms: float
     seconds: float
-    retokenised: int | None = None
+    retokenized: int | None = None
 
     @property
     def agrees(self) -> bool:
@@ -167,7 +167,7 @@ def aiperf_read(report: Any) -> Read:
             "itl_mean_ms": itl["avg"],
             "itl_p50_ms": itl["p50"],
         },
-        "retokenised": round(report["total_osl"]["avg"]),
+        "retokenized": round(report["total_osl"]["avg"]),
     }
 
 
@@ -296,7 +296,7 @@ def table(found: list[ToolResult]) -> str:
     rows = [
         f"| {each.tool} | {each.requests} / {each.server.requests} | "
         f"{each.prompt_tokens} / {each.server.prompt_tokens} | {each.output_tokens} / {each.server.output_tokens} | "
-        f"{each.retokenised or '-'} | "
+        f"{each.retokenized or '-'} | "
         f"{each.ttft_mean_ms:.0f} / {each.ttft_p50_ms:.0f} | {each.itl_mean_ms:.1f} / {each.itl_p50_ms:.1f} |"
         for each in found
     ]

@@ -31,7 +31,7 @@ QUICK_CONCURRENCIES = (1, 16)
 SHORT, LONG = 2, 258  # output tokens; a single token needs no KV handoff
 PROMPT_TOKENS = 32
 BLOCKS = 3072  # enough for the largest burst; never written, so they take no memory
-VOCABULARY = 1000  # of modelled workers
+VOCABULARY = 1000  # of simulated workers
 MIN_REQUESTS, REQUESTS_EACH = 32, 4
 QUICK_REQUESTS = 16
 ROUNDS = 3
@@ -99,10 +99,10 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
 
 
 def _spec(system: str) -> ClusterSpec:
-    spec = split_spec(system, executor="modelled")
+    spec = split_spec(system, executor="simulated")
     with_room = [replace(pool.engine, kv_blocks=BLOCKS, max_batch_tokens=2048, max_running=64) for pool in spec.pools]
     pools = tuple(replace(pool, engine=engine) for pool, engine in zip(spec.pools, with_room, strict=True))
-    return replace(spec, pools=pools, transfer=TransferConfig(backends=("modelled",)))
+    return replace(spec, pools=pools, transfer=TransferConfig(backends=("simulated",)))
 
 
 async def _sample(clusters: Hosted, system: str, concurrency: int, requests: int) -> OverheadSample:

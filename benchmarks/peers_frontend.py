@@ -1,7 +1,7 @@
 """What a request costs in the frontends of other systems, beside this one's gateway: all over HTTP, all with a mocked
 engine.
 
-    Diptych        gateway of a cluster on Ray with modelled workers       (routes, calls two workers, detokenizes)
+    Diptych        gateway of a cluster on Ray with simulated workers       (routes, calls two workers, detokenizes)
     Dynamo         its frontend, with its mocker as the worker             (routes, calls a worker, detokenizes)
     vLLM           its API server over `vllm_stub_server`                  (tokenizes, detokenizes)
     SGLang router  the router alone, in front of `bare_servers`            (routes, passes on)
@@ -39,7 +39,7 @@ from workers.costs import LinearCost
 
 PERIOD_S = 0.005
 TOKENS, PROMPT = 258, "The capital of France is a city on a river. " * 3
-TOKEN_PROMPT = list(range(400, 432))  # modelled workers have 1000 token ids, fewer than the tokenizer
+TOKEN_PROMPT = list(range(400, 432))  # simulated workers have 1000 token ids, fewer than the tokenizer
 CONCURRENCY, REQUESTS, QUICK_REQUESTS = 16, 48, 16
 ROUNDS = 3
 START_S = 120.0

@@ -1,14 +1,14 @@
 """A load that shifts on a real cluster, once with fixed roles and once with roles that follow it.
 
 python -m benchmarks.shift
-python -m benchmarks.shift --modelled
+python -m benchmarks.shift --simulated
 
 Two SmolLM2 workers on this machine with one thread each, one for prefill and one for decode; more workers than cores
-would slow each other down. Or four modelled workers: everything is real but the steps, which sleep as long as a device
+would slow each other down. Or four simulated workers: everything is real but the steps, which sleep as long as a device
 would compute. The load is short prompts with long answers, then long prompts with short answers, then the first kind
 again. The output is the SLO attainment before and after each shift, the controller's decisions, and whether every
 answer has the same tokens in both runs. Different workers compute them, so `deterministic: true` makes them equal.
-Modelled workers derive tokens from the request id.
+Simulated workers derive tokens from the request id.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Fleet:
 
 
 REAL = Fleet(2, "torch", None)
-MODELLED = Fleet(4, "modelled", LinearCost(0.02, 0.0005, 0.0, 0.002, 0.0, 0.0, 0.0, 0.0))
+SIMULATED = Fleet(4, "simulated", LinearCost(0.02, 0.0005, 0.0, 0.002, 0.0, 0.0, 0.0, 0.0))
 
 
 async def calibrated(endpoint: str) -> LinearCost:
@@ -176,11 +176,11 @@ def lost(outcome: ShiftRun, workload: Workload) -> int:
 @click.option("--phase", "phase_s", type=click.FloatRange(5.0, 600.0), default=30.0, show_default=True, help="Seconds.")
 @click.option("--load", type=click.FloatRange(0.1, 2.0), default=0.4, show_default=True, help="Of all workers.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--modelled", is_flag=True, help="Four workers that sleep as long as a device would compute.")
-def main(phase_s: float, load: float, seed: int, modelled: bool) -> None:
+@click.option("--simulated", is_flag=True, help="Four workers that sleep as long as a device would compute.")
+def main(phase_s: float, load: float, seed: int, simulated: bool) -> None:
     """Run a shifting load with fixed and with elastic roles. About five minutes on two cores."""
     refuse_foreign_ray(dict(os.environ))
-    fleet = MODELLED if modelled else with_measured_cost(REAL)
+    fleet = SIMULATED if simulated else with_measured_cost(REAL)
     assert fleet.cost is not None, "given or measured"
     slo = slo_for(fleet.cost)
     workload, phases = shifting(fleet.cost, fleet.workers, phase_s, load, seed)

@@ -47,7 +47,7 @@ def cluster_of(routing: str, *, lends: bool = True) -> tuple[ClusterSpec, dict[s
     )
     gateway, health = GatewaySpec(routing=routing, max_requests=1 << 20), HealthSpec(1.0, 10.0)
     model = pool_model(MODEL, GPU, ParallelConfig())
-    spec = ClusterSpec(MODEL, pools, gateway=gateway, health=health, executor="modelled")
+    spec = ClusterSpec(MODEL, pools, gateway=gateway, health=health, executor="simulated")
     return spec, {pool.name: model for pool in pools}
 
 

@@ -48,7 +48,7 @@ def cluster_of(cache: CacheConfig, workers: int, kv_blocks: int = 0) -> tuple[Cl
     engine = replace(engine, block_size=BLOCK, kv_blocks=blocks)
     pool = PoolSpec("mixed", Role.MIXED, workers, engine=engine, cache=cache, hardware=GPU)
     gateway = GatewaySpec(routing="slo", max_requests=1 << 20, placement_timeout_s=3600.0)
-    spec = ClusterSpec(MODEL, (pool,), gateway=gateway, health=HealthSpec(1.0, 10.0), executor="modelled")
+    spec = ClusterSpec(MODEL, (pool,), gateway=gateway, health=HealthSpec(1.0, 10.0), executor="simulated")
     return spec, {"mixed": pool_model(MODEL, GPU, parallel)}
 
 

@@ -31,7 +31,7 @@ TOOL_CALL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "openai_gptoss", "gemma4", "mistral", "deepseek_r1", "qwen3", "glm45")
 POOLINGS = ("auto", "none", "mean", "last")
 ON_MISS = ("reject", "queue")
-EXECUTORS = ("torch", "modelled")
+EXECUTORS = ("torch", "simulated")
 MAX_REPLICAS = 1024
 
 _LABEL = r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
@@ -447,7 +447,7 @@ class ClusterSpec:
     health: HealthSpec = field(default_factory=HealthSpec)
     """Failure detection and time limits of workers."""
     executor: str = "torch"
-    """`modelled` computes nothing and takes the time of `cost`, to test everything else."""
+    """`simulated` computes nothing and takes the time of `cost`, to test everything else."""
     elastic: ElasticSpec = field(default_factory=ElasticSpec)
     """Elastic roles and replica counts."""
     metrics: MetricsSpec = field(default_factory=MetricsSpec)
@@ -474,8 +474,8 @@ class ClusterSpec:
         for name in self.adapters:
             if problem := next(filter(None, (adapter_name_problem(name, model) for model in self.models)), ""):
                 raise ValueError(f"adapters.{name}: the name {problem}")
-        if self.adapters and self.executor == "modelled":
-            raise ValueError("adapters: executor modelled has no weights to adapt; leave them out")
+        if self.adapters and self.executor == "simulated":
+            raise ValueError("adapters: executor simulated has no weights to adapt; leave them out")
         for model in self.models:
             self._check_pools(self.pools_of(model), f" of {model}" if len(self.models) > 1 else "")
 
@@ -504,7 +504,7 @@ class ClusterSpec:
     @property
     def loads_models(self) -> bool:
         """Whether its workers have weights."""
-        return self.executor != "modelled"
+        return self.executor != "simulated"
 
     def pools_of(self, model: str) -> tuple[PoolSpec, ...]:
         return tuple(pool for pool in self.pools if (pool.model or self.model) == model)

@@ -29,7 +29,7 @@ class TransportSet:
     """Owns the transports of one rank. Close it before the region's memory goes.
 
     `unavailable`: the backends that do not work here, each as "backend: reason", for reports of links.
-    `verifies` is False if no bytes move (modelled). A pull's stats then count no digests. `place` converts staged KV
+    `verifies` is False if no bytes move (simulated). A pull's stats then count no digests. `place` converts staged KV
     into the pool; None: this rank cannot.
     """
 

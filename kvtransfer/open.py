@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from kvtransfer.backends.memory import MemoryTransport
 from kvtransfer.backends.memory import SharedMemory as SharedMemory
-from kvtransfer.backends.modelled import LinkModel as LinkModel
-from kvtransfer.backends.modelled import ModelledTransport
+from kvtransfer.backends.simulated import LinkModel as LinkModel
+from kvtransfer.backends.simulated import SimulatedTransport
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.host import host_identity as host_identity
 from kvtransfer.links import TransportSet as TransportSet
@@ -39,23 +39,23 @@ def open_transports(
     `host` is our address that peers can reach; `quarantine_s` bounds how long an unfinished read may hold its target
     blocks; `max_readers` ranks may read over `tcp` at once; `place` converts KV of another dtype into the pool.
     A backend that cannot work here is left out; reports of links say why, but are silent about `cuda_ipc` on a CPU.
-    `modelled` moves no bytes, so it works only alone. Raises `TransportUnavailable` when nothing is left.
+    `simulated` moves no bytes, so it works only alone. Raises `TransportUnavailable` when nothing is left.
     """
     if region.device == "cpu" and len(backends) > 1:
         backends = tuple(each for each in backends if each != "cuda_ipc")
-    moves_bytes = "modelled" not in backends
+    moves_bytes = "simulated" not in backends
     if not moves_bytes and len(backends) > 1:
-        raise ValueError("the modelled backend moves no bytes: it cannot be combined with one that does")
+        raise ValueError("the simulated backend moves no bytes: it cannot be combined with one that does")
     name = rank_name(incarnation, rank)
     openers: dict[str, Callable[[], Transport]] = {
         "memory": lambda: _memory(region, shared),
-        "modelled": lambda: _modelled(region, model),
+        "simulated": lambda: _simulated(region, model),
         "cuda_ipc": lambda: _cuda_ipc(region),
         "nixl": lambda: _nixl(region, quarantine_s),
         "tcp": lambda: _tcp(region, host, secret, name, max_readers),
     }
     if unknown := [backend for backend in backends if backend not in openers]:
-        raise ValueError(f"transport backend {unknown[0]!r} is not one of {', '.join((*BACKENDS, 'modelled'))}")
+        raise ValueError(f"transport backend {unknown[0]!r} is not one of {', '.join((*BACKENDS, 'simulated'))}")
     if moves_bytes:
         stamp_probe_block(region, name)
     opened: list[Transport] = []
@@ -76,10 +76,10 @@ def _memory(region: Region, shared: SharedMemory | None) -> Transport:
     return MemoryTransport(region, shared)
 
 
-def _modelled(region: Region, model: LinkModel | None) -> Transport:
+def _simulated(region: Region, model: LinkModel | None) -> Transport:
     if model is None:
         raise TransportUnavailable("no link model was given")
-    return ModelledTransport(region, model)
+    return SimulatedTransport(region, model)
 
 
 def _cuda_ipc(region: Region) -> Transport:

@@ -98,7 +98,7 @@ COMPOSERS = ("cluster.runtime", "cluster.offline.sim")
 PARTS = (
     "workers.build",
     "workers.engine.step",
-    "workers.executor.modelled",
+    "workers.executor.simulated",
     "workers.executor.rank_spec",
     "workers.rpc",
     "workers.rpc_server",

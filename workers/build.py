@@ -8,9 +8,9 @@ from kvtransfer.open import SharedMemory
 from workers.config import WorkerConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.executor import Executor
-from workers.executor.modelled import Modelled, modelled_facts
-from workers.executor.modelled import open_modelled as open_modelled_executor
 from workers.executor.rank_spec import RankLauncher, RankSpec
+from workers.executor.simulated import SimulatedModel, simulated_facts
+from workers.executor.simulated import open_simulated as open_simulated_executor
 from workers.server import ExecutorFactory, WorkerServer
 
 ZERO_COST = replace(LinearCost().scaled(0.0), transfer_latency_s=0.0, transfer_byte_s=0.0)
@@ -22,14 +22,14 @@ def build_worker(
     heartbeat_s: float = 0.25,
     shared: SharedMemory | None = None,
     cost: CostModel | None = None,
-    modelled: Modelled | None = None,
+    model: SimulatedModel | None = None,
     launcher: RankLauncher | None = None,
 ) -> WorkerServer:
     """A worker that is still to be loaded: `open` it.
 
-    `shared` joins workers of one process. `cost` is a modelled worker's speed (the configuration's, or no time at all,
-    unless given), `modelled` what it stands for. `launcher` starts the other ranks of a parallel worker: without one
-    they are tasks of this process.
+    `shared` joins workers of one process. `cost` is a simulated worker's speed (by default the configuration's, or no
+    time at all), `model` its size. `launcher` starts the other ranks of a parallel worker: without one they are tasks
+    of this process.
     """
     if config.transfer.host == "auto":
         config = replace(config, transfer=replace(config.transfer, host="127.0.0.1"))
@@ -47,13 +47,13 @@ def build_worker(
 
         return await open_gang(config, folder, incarnation, launcher or RankTasks(resolve, shared), shared)
 
-    async def open_modelled(config: WorkerConfig, incarnation: str) -> Executor:
-        stands_for = modelled or Modelled()
-        facts = modelled_facts(config.engine.block_size, stands_for)
+    async def open_simulated(config: WorkerConfig, incarnation: str) -> Executor:
+        sizes = model or SimulatedModel()
+        facts = simulated_facts(config.engine.block_size, sizes)
         speed = cost or config.cost or ZERO_COST
-        return open_modelled_executor(config, facts, speed, incarnation, shared, stands_for)
+        return open_simulated_executor(config, facts, speed, incarnation, shared, sizes)
 
-    factories: dict[str, ExecutorFactory] = {"torch": open_torch, "modelled": open_modelled}
+    factories: dict[str, ExecutorFactory] = {"torch": open_torch, "simulated": open_simulated}
     return WorkerServer(config, factories[config.executor], heartbeat_s=heartbeat_s)
 
 

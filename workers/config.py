@@ -212,7 +212,7 @@ class CacheConfig:
             raise ValueError(f"pins ({self.pins} bytes) must be at most half of host ({host} bytes)")
 
 
-BACKENDS = ("cuda_ipc", "nixl", "tcp", "memory", "modelled")
+BACKENDS = ("cuda_ipc", "nixl", "tcp", "memory", "simulated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class TransferConfig:
 
     backends: tuple[str, ...] = ("cuda_ipc", "nixl", "tcp")
     """In order of preference; each pair of workers takes the first that passes its probe. `cuda_ipc` is for GPUs of one
-    host, `memory` for one process and `modelled` for simulations.
+    host, `memory` for one process and `simulated` for simulations.
     """
     digest: bool = True
     """Verify a digest of every block on arrival; a corrupt block is recomputed."""
@@ -271,7 +271,7 @@ class WorkerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
-    executor: str = "torch"  # "torch" (a real model) or "modelled" (CostModel seconds, no compute)
+    executor: str = "torch"  # "torch" (a real model) or "simulated" (CostModel seconds, no compute)
     secret: str = ""
     cpus: int = 1
     prefix_tokens: int = 1

@@ -151,7 +151,7 @@ class SamplingParams:
         return self.prompt_logprobs is not None or bool(self.pooling)
 
     @property
-    def penalises(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether the logits depend on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 

@@ -1,4 +1,4 @@
-"""CPU and memory of the controller and of eight gateways, with 512 and 1,000 modelled workers.
+"""CPU and memory of the controller and of eight gateways, with 512 and 1,000 simulated workers.
 
     workers, in a few processes  <── controller (one process) ──>  8 gateways (a process each)
 
@@ -62,12 +62,12 @@ def spec_of(workers: int) -> ClusterSpec:
     roles = Role.PREFILL, Role.DECODE
     pools = tuple(PoolSpec(role.value, role, workers // 2, engine=engine, cost=COST) for role in roles)
     return ClusterSpec(
-        "modelled",
+        "simulated",
         pools,
-        transfer=TransferConfig(backends=("modelled",), digest=False, host="127.0.0.1", max_readers=workers),
+        transfer=TransferConfig(backends=("simulated",), digest=False, host="127.0.0.1", max_readers=workers),
         gateway=GatewaySpec(routing="slo"),
         health=HealthSpec(heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_AFTER_S, start_timeout_s=JOIN_TIMEOUT_S),
-        executor="modelled",
+        executor="simulated",
     )
 
 

@@ -1,4 +1,4 @@
-"""Many modelled workers in one process, each with its own listener, and the runtime that starts them there."""
+"""Many simulated workers in one process, each with its own listener, and the runtime that starts them there."""
 
 import asyncio
 from collections.abc import Sequence

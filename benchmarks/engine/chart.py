@@ -56,7 +56,7 @@ def _panel(
     edge = 1.8 * fastest
     for row, name in enumerate(names):
         speed, share = speeds[name, column], shares[name, column].median
-        panel.barh(row, speed.median, height=0.72, color=_colour(name))
+        panel.barh(row, speed.median, height=0.72, color=_color(name))
         panel.hlines(row, speed.low, speed.high, color="black", linewidth=0.8)
         panel.text(speed.high + 0.015 * edge, row, f"{speed.median:.0f}", va="center", fontsize=7.5)
         limit = speed.median / share
@@ -70,7 +70,7 @@ def _panel(
         panel.spines[side].set_visible(False)
 
 
-def _colour(name: str) -> str:
+def _color(name: str) -> str:
     if not name.startswith("diptych "):
         return PEER
     return OURS if name.startswith("diptych float32") else OPT_IN

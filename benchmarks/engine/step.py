@@ -83,5 +83,5 @@ def claims(samples: Samples, batch: int) -> tuple[BenchmarkClaim, ...]:
 
 NOTES = (
     "A whole worker in one process with timers around its calls. Means over the steps of a round.",
-    "Without compute: the same worker with a modelled executor of zero cost, mailbox and poll included.",
+    "Without compute: the same worker with a simulated executor of zero cost, mailbox and poll included.",
 )

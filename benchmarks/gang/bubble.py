@@ -1,6 +1,6 @@
 """The part `gang-bubble`: the share of time that pipeline stages idle, in prefill and in decode.
 
-Real stages, at most one per core, and modelled stages, which only sleep.
+Real stages, at most one per core, and simulated stages, which only sleep.
 """
 
 from collections import defaultdict
@@ -29,15 +29,15 @@ Samples = Mapping[tuple[str, int, int], Mapping[str, Sequence[float]]]
 
 
 def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
-    """Real stages that do not start are left out with a note. Raises `ProcessFailed` if modelled ones fail."""
+    """Real stages that do not start are left out with a note. Raises `ProcessFailed` if simulated ones fail."""
     counts, steps = (QUICK_COUNTS, QUICK_STEPS) if quick else (COUNTS, STEPS)
     samples: dict[tuple[str, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     left_out = []
     with ExitStack() as stack:
         workers: dict[tuple[str, int], WorkerProcess] = {}
         for stages in STAGES:
-            workers["modelled", stages] = stack.enter_context(
-                worker_process(GangWorkerConfig(MODEL, 1, stages, 1, "modelled"))
+            workers["simulated", stages] = stack.enter_context(
+                worker_process(GangWorkerConfig(MODEL, 1, stages, 1, "simulated"))
             )
             if quick or stages > len(allowed_cores()):
                 continue

@@ -31,27 +31,27 @@ MAX_BATCH_TOKENS = 512
 SUBSCRIBER = "bench"
 UNTIMED_STEPS = 3  # after all sequences decode
 WARM_UP = 1
-# Of a modelled worker: 128 tokens take 48 ms, a decode of 16 takes 42 ms, far more than the timers' resolution.
+# Of a simulated worker: 128 tokens take 48 ms, a decode of 16 takes 42 ms, far more than the timers' resolution.
 COST = LinearCost(0.010, 0.0003, 0.0, 0.002, 0.0, 0.0, 0.0)
 
 
 class GangWorkerConfig(msgspec.Struct, frozen=True):
-    """The worker to start. "nothing": real ranks that compute nothing; "modelled": no ranks, only their time."""
+    """The worker to start. "nothing": real ranks that compute nothing; "simulated": no ranks, only their time."""
 
     model: str
     tensor: int
     pipeline: int
     threads: int
-    computes: Literal["model", "nothing", "modelled"] = "model"
+    computes: Literal["model", "nothing", "simulated"] = "model"
 
 
 class Driver:
     """A started worker that records the time of its plans."""
 
     def __init__(self, config: GangWorkerConfig) -> None:
-        modelled = config.computes == "modelled"
+        simulated = config.computes == "simulated"
         self._recorder = PlanRecorder()
-        self._recorder.install(modelled=modelled)
+        self._recorder.install(simulated=simulated)
         if config.computes == "nothing":
             compute_nothing()
         worker = WorkerConfig(
@@ -60,8 +60,8 @@ class Driver:
             config.model,
             EngineConfig(kv_blocks=KV_BLOCKS, max_batch_tokens=MAX_BATCH_TOKENS, threads=config.threads),
             ParallelConfig(config.tensor, config.pipeline),
-            TransferConfig(backends=("modelled",) if modelled else ("tcp",), host="127.0.0.1"),
-            executor="modelled" if modelled else "torch",
+            TransferConfig(backends=("simulated",) if simulated else ("tcp",), host="127.0.0.1"),
+            executor="simulated" if simulated else "torch",
             secret="bench",
         )
         self._server = build_worker(worker, launcher=ProcessRanks(config.computes == "model"), cost=COST)

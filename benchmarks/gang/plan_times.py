@@ -37,13 +37,13 @@ class PlanRecorder:
         self.plans: list[PlanTime] = []
         self._ranks: dict[int, dict[int, RankTime]] = {}  # id of a plan in flight -> rank -> its time
 
-    def install(self, *, modelled: bool) -> None:
+    def install(self, *, simulated: bool) -> None:
         executors: list[Any]
         ranks: list[Any]
-        if modelled:
-            from workers.executor.modelled import ModelledExecutor
+        if simulated:
+            from workers.executor.simulated import SimulatedExecutor
 
-            executors, ranks = [ModelledExecutor], []
+            executors, ranks = [SimulatedExecutor], []
         else:
             from workers.executor.gang import GangExecutor
             from workers.executor.rank import Rank
@@ -63,7 +63,7 @@ class PlanRecorder:
             result = await execute(executor, plan)
             ended_s = time.perf_counter()
             del self._ranks[id(plan)]
-            # A modelled executor has no ranks: its stages share the plan's seconds.
+            # A simulated executor has no ranks: its stages share the plan's seconds.
             stage = RankTime(result.seconds / executor.depth, 0.0, 0.0)
             ranks = tuple(times[rank] for rank in sorted(times)) or (stage,) * executor.depth
             self.plans.append(PlanTime(begun_s, ended_s, ranks))

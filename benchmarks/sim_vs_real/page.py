@@ -72,12 +72,12 @@ def _where(profiles: Mapping[str, ClusterProfile]) -> str:
         fits = ", ".join(
             f"{pool.pool} {pool.error.median:.1%} (maximum {pool.error.greatest:.1%})" for pool in profile.pools
         )
-        slowdowns = ", ".join(f"{each} {each.ratio:.2f}" for each in profile.neighbours) or "none"
+        slowdowns = ", ".join(f"{each} {each.ratio:.2f}" for each in profile.interference) or "none"
         lines.append(
             f"- {name}: {profile.model}, profiled {profile.date[:10]} on {profile.machine} ({profile.versions}); "
             f"median error of the fit on held-out steps: {fits}; slowdown by neighbors: {slowdowns}; "
             f"between steps {profile.pools[-1].gap_s * 1e3:.1f} ms, a call {profile.pools[-1].call_s * 1e3:.1f} ms, "
-            f"the frontend {profile.door_s * 1e3:.1f} ms."
+            f"the frontend {profile.frontend_s * 1e3:.1f} ms."
         )
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
-from workers.executor.modelled import Modelled, modelled_facts
+from workers.executor.simulated import SimulatedModel, simulated_facts
 
 KV_BLOCKS = 1024  # of 16 tokens
 MAX_RUNNING = 32
@@ -90,7 +90,7 @@ def virtual_run(
     cost: CostModel, config: EngineConfig, requests: Sequence[StudyRequest], max_tokens: int | None = None
 ) -> StudyRun:
     """The production engine over these requests, in virtual time."""
-    facts = modelled_facts(config.block_size, Modelled(context_length=CONTEXT_LENGTH, vocab_size=VOCAB_SIZE))
+    facts = simulated_facts(config.block_size, SimulatedModel(context_length=CONTEXT_LENGTH, vocab_size=VOCAB_SIZE))
     engine = Engine(config, facts, reserved=RESERVED_BLOCKS, cost=cost)
     arrivals = [EngineArrival(each.at_s, each.request(max_tokens), each.answer_tokens) for each in requests]
     token_s = replay(engine, arrivals, partial(plan_seconds, cost))

@@ -25,7 +25,7 @@ from benchmarks.study.record import Measured
 from benchmarks.study.workload import MIXES
 from workers.profiles.fit import relative_error
 
-COLOURS = {
+COLORS = {
     "static": "#8d99ae",
     "orca": "#e09f3e",
     "prefill-first": "#9e2a2b",
@@ -110,12 +110,12 @@ def _tradeoff(grid: Grid) -> Any:
             return figures.ttft_p90_s, figures.gap_p99_s
 
         panel.set(xscale="log", yscale="log", title=mix)
-        panel.plot(*zip(*map(at, CHUNKED), strict=True), "o-", color=COLOURS["chunked"], label="chunked 64 to 1024")
+        panel.plot(*zip(*map(at, CHUNKED), strict=True), "o-", color=COLORS["chunked"], label="chunked 64 to 1024")
         for who in (CHUNKED[0], CHUNKED[-1]):
             panel.annotate(f"{who.budget}", at(who), xytext=(7, -3), textcoords="offset points", fontsize=7.5)
-        panel.plot(*at(TPOT_SLO), "*", markersize=10, color=COLOURS["chunked"], label="chunked 512 with a TPOT SLO")
+        panel.plot(*at(TPOT_SLO), "*", markersize=10, color=COLORS["chunked"], label="chunked 512 with a TPOT SLO")
         for who in (STATIC, ORCA, PREFILL_FIRST, AT_512[-1]):
-            look = {"marker": MARKERS[who.batching], "color": COLOURS[who.batching]}
+            look = {"marker": MARKERS[who.batching], "color": COLORS[who.batching]}
             panel.plot(*at(who), **look, linestyle="", markersize=7, label=who.name)
         for axis in (panel.xaxis, panel.yaxis):
             _plain(axis)
@@ -141,7 +141,7 @@ def _load(grid: Grid) -> Any:
             panel = panels[row][column]
             for who in AT_512:
                 values = [measure(grid[Cell(who.name, mix, load)].pooled) for load in LOADS]
-                look = {"marker": MARKERS[who.batching], "color": COLOURS[who.batching]}
+                look = {"marker": MARKERS[who.batching], "color": COLORS[who.batching]}
                 panel.plot(LOADS, values, **look, markersize=5, alpha=0.7, label=who.name)
             panel.set(xticks=LOADS, xticklabels=[f"{load:.0%}" for load in LOADS])
             panel.margins(x=0.08, y=0.12)
@@ -171,9 +171,9 @@ def _chunk(grid: Grid) -> Any:
             for family in (CHUNKED, PREFILL_ONLY):
                 values = [measure(grid[Cell(who.name, mix, load)].pooled) for who in family]
                 name = family[0].batching
-                panel.plot(BUDGETS, values, marker=MARKERS[name], markersize=5, color=COLOURS[name], label=name)
+                panel.plot(BUDGETS, values, marker=MARKERS[name], markersize=5, color=COLORS[name], label=name)
             whole = measure(grid[Cell(PREFILL_FIRST.name, mix, load)].pooled)
-            panel.axhline(whole, color=COLOURS["prefill-first"], linestyle="--", label="prefill-first 512")
+            panel.axhline(whole, color=COLORS["prefill-first"], linestyle="--", label="prefill-first 512")
             panel.set(xscale="log", xticks=BUDGETS, xticklabels=list(map(str, BUDGETS)))
             panel.minorticks_off()
             _scale(panel, logarithmic)
@@ -196,7 +196,7 @@ def _naive(measured: Measured) -> Any:
     )
     picture, panels = _picture(1, 3, 9.5, 2.7)
     for panel, (label, values) in zip(panels[0], columns, strict=True):
-        panel.plot(batches, values, "o-", color=COLOURS["static"])
+        panel.plot(batches, values, "o-", color=COLORS["static"])
         panel.set(xscale="log", title=label, xticks=batches, xticklabels=list(map(str, batches)), xlabel="batch")
         panel.minorticks_off()
         panel.set_ylim(0, 1.1 * max(values))
@@ -207,15 +207,15 @@ def _fit(measured: Measured) -> Any:
     """Relative error of the cost model over the measured time; filled points are held out from the fit."""
     picture, panels = _picture(1, 1, 7.5, 3.2)
     panel = panels[0][0]
-    kinds = {"prompts": COLOURS["prefill-first"], "decodes": COLOURS["chunked"], "mixed": COLOURS["orca"]}
-    for kind, colour in kinds.items():
+    kinds = {"prompts": COLORS["prefill-first"], "decodes": COLORS["chunked"], "mixed": COLORS["orca"]}
+    for kind, color in kinds.items():
         for held_out in (False, True):
             points = [each for each in measured.points if (each.shape.kind, each.held_out) == (kind, held_out)]
             panel.plot(
                 [1e3 * each.seconds for each in points],
                 [100 * relative_error(measured.cost, each) for each in points],
                 "o",
-                color=colour,
+                color=color,
                 fillstyle="full" if held_out else "none",
                 label=f"{kind}, {'held out' if held_out else 'seen'}",
             )

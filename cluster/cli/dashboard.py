@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli.rates import Rates, StatusWindow, WorkerRates
-from cluster.cli.screen import COLOURS, decision_text, models_text, named_class, size
+from cluster.cli.screen import COLORS, decision_text, models_text, named_class, size
 from cluster.cli.tiers import loan_lines, tier_lines, tier_problems
 from cluster.policy.slo_attainment import SLOCount
 from diptych.client import ClusterStatus
@@ -122,7 +122,7 @@ def _pool_cells(name: str, view: ClusterView, rates: Rates, wide: bool) -> list[
 
 
 def _cells(worker: WorkerView, rate: WorkerRates, traffic: Traffic, wide: bool) -> list[str | Text]:
-    state = Text(worker.state.value, style=COLOURS[worker.state.value])
+    state = Text(worker.state.value, style=COLORS[worker.state.value])
     hits = UNKNOWN if rate.hit_share is None else f"{rate.hit_share:.0%}"
     cells = [f" {worker.name}", worker.role.value, state, *_load_cells([worker], [rate], hits, wide)]
     if not wide:

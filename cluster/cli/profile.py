@@ -81,5 +81,5 @@ def _show(found: "ClusterProfile") -> None:
     for link in found.links:
         speed = f"{link.bytes_per_s / 1e9:.2f} GB/s, {link.latency_s * 1e6:.0f} us"
         screen.print(f"{link.owner} -> {link.reader}: {link.transport}, {speed}", markup=False)
-    for each in found.neighbours:
+    for each in found.interference:
         screen.print(f"{each}: steps take {each.ratio:.2f} times as long", markup=False)

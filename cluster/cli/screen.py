@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # importing rich takes a tenth of a second, which --help must
 
 PIPE_WIDTH = 200  # so that rows are not wrapped in a pipe
 MAX_PAIRS = 8  # unlinked ones shown
-COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
+COLORS = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
 LINE_S = 3.0  # between lines of progress where there is no terminal
 
 PullProgress = Callable[[str, int, int | None], None]
@@ -226,7 +226,7 @@ def workers_table(view: ClusterView) -> "Table":
         table.add_row(
             worker.name,
             _role(worker, view),
-            f"[{COLOURS[state]}]{state}[/]",
+            f"[{COLORS[state]}]{state}[/]",
             *_process(worker),
             *([_ranks(worker), _bubble(worker)] if in_gangs else []),
             *([str(worker.restarts)] if restarted else []),

@@ -442,7 +442,7 @@ class Controller:
         return replica
 
     def _workers_of(self, pool: str) -> list[ReplicaManager]:
-        """The workers that count towards a pool's target."""
+        """The workers that count toward a pool's target."""
         return [each for each in self._replicas.values() if each.pool.name == pool and not each.is_leaving]
 
     def _refuse_below_floors(self, becomes: Mapping[str, Role | None]) -> None:

@@ -185,7 +185,7 @@ class AdmissionQueue:
         return answer
 
     def _resolve(self, waiting: _Waiting, *, served: bool = False) -> asyncio.Future[Answer]:
-        """Remove the entry. `served`: count it towards its tenant's share. Returns the future to set."""
+        """Remove the entry. `served`: count it toward its tenant's share. Returns the future to set."""
         del self._waiting[waiting.entry]
         (self.queue.take if served else self.queue.leave)(waiting.entry)
         return waiting.answer

@@ -11,16 +11,16 @@ from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder, 
 from cluster.runtime.runtime_errors import WorkerGone
 from workers.build import build_worker
 from workers.costs import CostModel
-from workers.executor.modelled import Modelled
+from workers.executor.simulated import SimulatedModel
 from workers.server import WorkerServer
 from workers.stats import WorkerInfo
 from workers.worker import Worker
 
 
-def modelled_worker(order: WorkerOrder, cost: CostModel, modelled: Modelled) -> WorkerServer:
+def simulated_worker(order: WorkerOrder, cost: CostModel, model: SimulatedModel) -> WorkerServer:
     """A worker that computes nothing and takes the times of `cost`, which its engine knows."""
     config = replace(order.config, cost=cost)
-    return build_worker(config, heartbeat_s=order.heartbeat_s, modelled=modelled)
+    return build_worker(config, heartbeat_s=order.heartbeat_s, model=model)
 
 
 class LocalService:

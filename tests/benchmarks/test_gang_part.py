@@ -58,8 +58,8 @@ def test_a_bubble_needs_plans() -> None:
         bubble_share([], 2)
 
 
-def test_a_modelled_pipeline_runs_all_tasks() -> None:
-    with worker_process(GangWorkerConfig("smollm2-135m", 1, 2, 1, "modelled")) as worker:
+def test_a_simulated_pipeline_runs_all_tasks() -> None:
+    with worker_process(GangWorkerConfig("smollm2-135m", 1, 2, 1, "simulated")) as worker:
         prompts = worker.run("prompts", 2, 64)
         answers = worker.run("answers", 2, 64, 2)
         direct = worker.run("plan", "decode of 1", 3)
@@ -78,7 +78,7 @@ def test_a_worker_that_fails_to_start_reports_its_error() -> None:
 
 
 def test_bubble_is_compared_with_fill_and_drain() -> None:
-    samples = {("modelled", 2, 4): {bubble.PROMPTS: [0.30], bubble.FILL: [0.25], bubble.ANSWERS: [0.1]}}
+    samples = {("simulated", 2, 4): {bubble.PROMPTS: [0.30], bubble.FILL: [0.25], bubble.ANSWERS: [0.1]}}
     (claim,) = bubble.claims(samples)
     assert claim.met and claim.value == pytest.approx(0.05)
     assert [figure.spread.median for figure in bubble.figures(samples)] == [0.30, 0.25, 0.1]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from benchmarks.outside import Counts, ToolResult, aiperf_read, counts_of, guidellm_read, table, vllm_read
 
 SERVER = Counts(6, 300, 96)
-FOUND = ToolResult("aiperf", SERVER, 6, 300, 96, 31.4, 26.5, 5.64, 4.43, 34.0, retokenised=95)
+FOUND = ToolResult("aiperf", SERVER, 6, 300, 96, 31.4, 26.5, 5.64, 4.43, 34.0, retokenized=95)
 
 
 def spread(mean: float, median: float, count: int) -> dict[str, dict[str, float]]:
@@ -37,7 +37,7 @@ def test_guidellm_report_is_read_for_successful_requests() -> None:
     assert [read[f"{name}_ms"] for name in ("ttft_mean", "ttft_p50", "itl_mean", "itl_p50")] == [12.5, 11.0, 5.5, 5.0]
 
 
-def test_aiperf_report_has_usage_and_retokenised_counts() -> None:
+def test_aiperf_report_has_usage_and_retokenized_counts() -> None:
     read = aiperf_read(
         {
             "request_count": {"avg": 6.0},
@@ -56,7 +56,7 @@ def test_vllm_result_file_is_read() -> None:
     times = {"mean_ttft_ms": 31.4, "median_ttft_ms": 26.5, "mean_itl_ms": 5.64, "median_itl_ms": 4.43}
     read = vllm_read(counts | times)
     assert ToolResult("vllm bench serve", SERVER, seconds=34.0, **read) == replace(
-        FOUND, tool="vllm bench serve", retokenised=None
+        FOUND, tool="vllm bench serve", retokenized=None
     )
 
 

@@ -35,7 +35,7 @@ from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost, step_seconds
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
-from workers.executor.modelled import Modelled, modelled_facts, open_modelled
+from workers.executor.simulated import SimulatedModel, open_simulated, simulated_facts
 from workers.profiles.fit import COEFFICIENTS, Point, fit, relative_error
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -173,9 +173,12 @@ def test_policies_that_reserve_answers_never_preempt() -> None:
 
 async def test_a_real_run_gives_every_request_its_tokens() -> None:
     config = worker_config("")
-    config = replace(config, transfer=replace(config.transfer, backends=("modelled",)))
-    executor = open_modelled(
-        config, modelled_facts(model=Modelled(1, 1, 2, vocab_size=50_000)), LinearCost(1e-4, 1e-6, 0, 0, 0), "study"
+    config = replace(config, transfer=replace(config.transfer, backends=("simulated",)))
+    executor = open_simulated(
+        config,
+        simulated_facts(model=SimulatedModel(1, 1, 2, vocab_size=50_000)),
+        LinearCost(1e-4, 1e-6, 0, 0, 0),
+        "study",
     )
     try:
         engine = RecordingEngine(EngineConfig(kv_blocks=64), executor.facts)

@@ -66,9 +66,9 @@ class Server:
 
 @asynccontextmanager
 async def server(folder: Path, *options: str) -> AsyncIterator[Server]:
-    """One worker of modelled steps of 30 ms, in a process group of its own, as in a shell."""
+    """One worker of simulated steps of 30 ms, in a process group of its own, as in a shell."""
     pool = {"name": "all", "role": "mixed", "cost": SLOW, "engine": {"kv_blocks": 512, "max_batch_tokens": 64}}
-    document = {"name": "ending", "model": str(write_tiny_llama(folder / "tiny")), "executor": "modelled"}
+    document = {"name": "ending", "model": str(write_tiny_llama(folder / "tiny")), "executor": "simulated"}
     (folder / "cluster.yaml").write_text(yaml.safe_dump(document | {"pools": [pool]}))
     command = [sys.executable, "-u", "-m", "cluster.cli", "serve", "-f", str(folder / "cluster.yaml"), "--port", "0"]
     with (folder / "output").open("w") as output:

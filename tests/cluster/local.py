@@ -1,4 +1,4 @@
-"""A whole cluster in this process, with modelled or real workers, for tests that look inside."""
+"""A whole cluster in this process, with simulated or real workers, for tests that look inside."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -34,7 +34,7 @@ P = ParamSpec("P")
 def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     """The test on the simulator's clock: waiting takes no time, and a busy machine changes nothing.
 
-    For modelled workers in this process, without sockets; what they compute in threads (digests) is computed at once.
+    For simulated workers in this process, without sockets; what they compute in threads (digests) is computed at once.
     """
 
     @wraps(test)
@@ -59,8 +59,8 @@ def split_spec(
 ) -> ClusterSpec:
     config = EngineConfig(**({"kv_blocks": 130, "max_batch_tokens": 64, "max_running": 16} | engine))
     return ClusterSpec(
-        model="modelled",
-        executor="modelled",
+        model="simulated",
+        executor="simulated",
         pools=(
             PoolSpec("prefill", Role.PREFILL, prefills, engine=config),
             PoolSpec("decode", Role.DECODE, decodes, engine=config),

@@ -8,14 +8,14 @@ from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import PoolSpec, Role
 from tests.cluster.local import cluster, completed, request, split_spec, tokens_of
 from workers.config import EngineConfig
-from workers.executor.modelled import modelled_token
+from workers.executor.simulated import simulated_token
 
 SMALL = EngineConfig(kv_blocks=22, block_size=16, max_batch_tokens=64, max_running=16)  # holds 320 tokens
 
 
 def test_crossed_prompts_of_more_than_half_a_pool_are_answered() -> None:
     async def scene() -> None:
-        spec = split_spec(backends=("modelled",))
+        spec = split_spec(backends=("simulated",))
         async with cluster(replace(spec, pools=(PoolSpec("mixed", Role.MIXED, 2, engine=SMALL),))) as subject:
             policy = subject.dispatcher._policy
             honest = policy.choose
@@ -31,7 +31,7 @@ def test_crossed_prompts_of_more_than_half_a_pool_are_answered() -> None:
             async with asyncio.timeout(10.0):
                 received = await asyncio.gather(*map(subject.run, wanted))
             for each, events in zip(wanted, received, strict=True):
-                assert tokens_of(events) == [modelled_token(f"{each.id}/0", 200 + n, 1000, (0,)) for n in range(20)]
+                assert tokens_of(events) == [simulated_token(f"{each.id}/0", 200 + n, 1000, (0,)) for n in range(20)]
             assert sum(completed(events).attempts for events in received) > 2, "otherwise this proves nothing"
             await subject.settle()
 

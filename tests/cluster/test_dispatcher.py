@@ -1,4 +1,4 @@
-"""The dispatcher over real workers with modelled times: KV handoff, ledger, cancel, deadlines, recovery."""
+"""The dispatcher over real workers with simulated times: KV handoff, ledger, cancel, deadlines, recovery."""
 
 import asyncio
 import random
@@ -29,7 +29,7 @@ from tests.cluster.local import (
 from workers.build import build_worker
 from workers.costs import LinearCost
 from workers.errors import UnknownSequence, WorkerError
-from workers.executor.modelled import modelled_token
+from workers.executor.simulated import simulated_token
 from workers.request import FinishReason
 from workers.server import WorkerServer
 
@@ -37,7 +37,7 @@ SLOW = LinearCost(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)
 
 
 def expected(name: str, length: int, count: int) -> list[int]:
-    return [modelled_token(f"{name}/0", length + n, 1000, (0,)) for n in range(count)]
+    return [simulated_token(f"{name}/0", length + n, 1000, (0,)) for n in range(count)]
 
 
 @pytest.mark.parametrize("backends", [("memory",), ("tcp",), ("nixl", "tcp")])

@@ -24,7 +24,7 @@ from cluster.offline.sim.environment import RemoteWorker
 from cluster.policy.policy import Policy
 from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
-from cluster.runtime.local import LocalRuntime, modelled_worker
+from cluster.runtime.local import LocalRuntime, simulated_worker
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from diptych.view import WorkerState
 from tests.cluster.local import Cluster, cluster, completed, generate, tokens_of
@@ -32,8 +32,8 @@ from tests.examples import examples
 from workers.config import BATCHING, ByteSize, CacheConfig, EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import LinearCost
 from workers.engine.sequence import State
-from workers.executor.modelled import AttentionCalls, Modelled
-from workers.executor.modelled_steps import modelled_tokens
+from workers.executor.simulated import AttentionCalls, SimulatedModel
+from workers.executor.simulated_steps import simulated_tokens
 from workers.request import FinishReason, Request, SamplingParams
 from workers.worker import Worker
 
@@ -62,8 +62,10 @@ class DelayedWorker(RemoteWorker):
 
 class DelayedRuntime(LocalRuntime):
     def __init__(self, draw: Random) -> None:
-        model = Modelled(1, 1, TOKEN_BYTES // 8, context_length=2048, vocab_size=VOCAB, calls=AttentionCalls(1, 1, 1))
-        super().__init__(lambda order: modelled_worker(order, COST, model))
+        model = SimulatedModel(
+            1, 1, TOKEN_BYTES // 8, context_length=2048, vocab_size=VOCAB, calls=AttentionCalls(1, 1, 1)
+        )
+        super().__init__(lambda order: simulated_worker(order, COST, model))
         self._draw = draw
 
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
@@ -92,10 +94,10 @@ def random_spec(draw: Random) -> ClusterSpec:
 
     roles = draw.choice(((Role.MIXED, Role.MIXED), (Role.PREFILL, Role.DECODE), (Role.PREFILL, Role.MIXED)))
     return ClusterSpec(
-        model="modelled",
-        executor="modelled",
+        model="simulated",
+        executor="simulated",
         pools=tuple(pool(name, role) for name, role in zip(("one", "two"), roles, strict=True)),
-        transfer=TransferConfig(backends=("modelled",), digest=False, host="127.0.0.1", lease_s=4.0),
+        transfer=TransferConfig(backends=("simulated",), digest=False, host="127.0.0.1", lease_s=4.0),
         gateway=GatewaySpec(
             replicas=draw.choice((1, 2)),
             placement_timeout_s=20.0,
@@ -232,7 +234,7 @@ async def run(seed: int, faults: int) -> list[ClusterError]:
                 errors.append(found)
                 continue
             request, tokens = asked[name], tokens_of(found)
-            assert tokens == modelled_tokens(name, len(request.prompt), len(tokens), VOCAB, frozenset({0}))
+            assert tokens == simulated_tokens(name, len(request.prompt), len(tokens), VOCAB, frozenset({0}))
             assert completed(found).finish is FinishReason.LENGTH
             completed(found).ledger.check()
         await subject.settle(FREE_S)

@@ -13,7 +13,7 @@ from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import PoolSpec, Role
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.config import EngineConfig
-from workers.executor.modelled import modelled_token
+from workers.executor.simulated import simulated_token
 from workers.request import FinishReason, Request
 
 SMALL = EngineConfig(kv_blocks=22, block_size=16, max_batch_tokens=64, max_running=16)  # holds 320 tokens
@@ -22,7 +22,7 @@ Choose = Callable[[PlacementRequest], Placement | None]
 
 @asynccontextmanager
 async def opened(routing: str = "least-loaded", *pools: PoolSpec) -> AsyncIterator[Cluster]:
-    spec = split_spec(backends=("modelled",))
+    spec = split_spec(backends=("simulated",))
     pools = pools or (*spec.pools, PoolSpec("small", Role.DECODE, 1, engine=SMALL))
     gateway = replace(spec.gateway, routing=routing)
     async with cluster(replace(spec, pools=pools, gateway=gateway)) as subject:
@@ -40,7 +40,7 @@ def first_to(subject: Cluster, prefill: str, decode: str) -> None:
 
 
 def exact(wanted: Request, count: int) -> list[int]:
-    return [modelled_token(f"{wanted.id}/0", len(wanted.prompt) + n, 1000, (0,)) for n in range(count)]
+    return [simulated_token(f"{wanted.id}/0", len(wanted.prompt) + n, 1000, (0,)) for n in range(count)]
 
 
 def workers_of(events: list[Event]) -> list[str]:

@@ -17,7 +17,7 @@ from tests.cluster.local import Cluster, cluster, completed, generate, request, 
 from tests.offline.sim.cases import split
 from workers.costs import LinearCost
 from workers.errors import InvalidRequest, WorkerError
-from workers.executor.modelled import modelled_token
+from workers.executor.simulated import simulated_token
 from workers.request import FailedOut, FinishReason, Request
 from workers.subscribers import SUBSCRIBER_TIMEOUT_S
 from workers.worker import Worker
@@ -27,12 +27,12 @@ MODELS = {pool: PoolModel(SLOW, vocab_size=1000) for pool in ("prefill", "decode
 
 
 def exact(name: str, length: int, count: int) -> list[int]:
-    return [modelled_token(f"{name}/0", length + n, 1000, (0,)) for n in range(count)]
+    return [simulated_token(f"{name}/0", length + n, 1000, (0,)) for n in range(count)]
 
 
 @asynccontextmanager
 async def opened() -> AsyncIterator[Cluster]:
-    spec = split_spec(backends=("modelled",))
+    spec = split_spec(backends=("simulated",))
     async with cluster(replace(spec, pools=tuple(replace(pool, cost=SLOW) for pool in spec.pools)), SLOW) as subject:
         yield subject
 

@@ -1,4 +1,4 @@
-"""Requests that change workers within their prompt or their answer, at every moment, with modelled times."""
+"""Requests that change workers within their prompt or their answer, at every moment, with simulated times."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from tests.cluster.local import Cluster, cluster, completed, generate, request, 
 from workers.costs import LinearCost
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import Overloaded, UnknownSequence
-from workers.executor.modelled import modelled_token
+from workers.executor.simulated import simulated_token
 from workers.request import Request, Reservation
 
 Execute = Callable[[StepPlan], Awaitable[StepResult]]
@@ -27,7 +27,7 @@ SLOW = LinearCost(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)
 
 
 def expected(name: str, length: int, count: int) -> list[int]:
-    return [modelled_token(f"{name}/0", length + n, 1000, (0,)) for n in range(count)]
+    return [simulated_token(f"{name}/0", length + n, 1000, (0,)) for n in range(count)]
 
 
 def cuts(subject: Cluster, cut_tokens: int) -> None:
@@ -133,7 +133,7 @@ async def test_parallel_samples_and_prompts_with_logprobs_are_not_cut() -> None:
 @given(after_s=st.floats(0.0, 0.9), victim=st.sampled_from(["prefill-0", "decode-0"]), cut=st.integers(1, 89))
 def test_a_worker_death_during_a_cut_prompt_loses_no_token(after_s: float, victim: str, cut: int) -> None:
     async def run() -> None:
-        async with cluster(split_spec(2, 2, backends=("modelled",)), SLOW) as subject:
+        async with cluster(split_spec(2, 2, backends=("simulated",)), SLOW) as subject:
             cuts(subject, cut)
             streams = [asyncio.ensure_future(subject.run(request(f"r{n}", 90 + n, max_tokens=12))) for n in range(4)]
             await asyncio.sleep(after_s)
@@ -150,7 +150,7 @@ def test_a_worker_death_during_a_cut_prompt_loses_no_token(after_s: float, victi
 @given(after_s=st.floats(0.0, 0.5), cut=st.integers(1, 119))
 def test_closing_the_stream_of_a_cut_prompt_frees_both_workers(after_s: float, cut: int) -> None:
     async def run() -> None:
-        async with cluster(split_spec(backends=("modelled",)), SLOW) as subject:
+        async with cluster(split_spec(backends=("simulated",)), SLOW) as subject:
             cuts(subject, cut)
             running = asyncio.ensure_future(subject.run(request("a", 120, max_tokens=500)))
             await asyncio.sleep(after_s)
@@ -166,7 +166,7 @@ def test_closing_the_stream_of_a_cut_prompt_frees_both_workers(after_s: float, c
 
 def peer_spec(workers: int, **engine: int) -> ClusterSpec:
     """Workers that do all, and any two of which are linked."""
-    spec = split_spec(backends=("modelled",), **engine)
+    spec = split_spec(backends=("simulated",), **engine)
     pools = (PoolSpec("mixed", Role.MIXED, workers, engine=spec.pools[0].engine),)
     return replace(spec, pools=pools)
 
@@ -187,7 +187,7 @@ def test_migrations_at_any_time_lose_and_repeat_no_token(
 ) -> None:
     """Also where a worker dies among them, and where blocks are so few that decodes are preempted."""
     engine = {"kv_blocks": 30} if tight else {}
-    spec = split_spec(1, 2, backends=("modelled",), **engine) if split else peer_spec(3, **engine)
+    spec = split_spec(1, 2, backends=("simulated",), **engine) if split else peer_spec(3, **engine)
 
     async def run() -> None:
         async with cluster(spec, SLOW) as subject:
@@ -264,7 +264,7 @@ def test_a_decode_without_a_full_block_migrates_back_and_forth(length: int) -> N
 
 def test_the_decodes_of_a_draining_worker_migrate_away() -> None:
     async def run() -> None:
-        spec = split_spec(1, 3, backends=("modelled",))
+        spec = split_spec(1, 3, backends=("simulated",))
         pools = tuple(replace(pool, min_replicas=1, max_replicas=3) for pool in spec.pools)
         async with cluster(replace(spec, pools=pools), SLOW) as subject:
             asked = [request(f"r{n}", 40 + n, max_tokens=400) for n in range(9)]

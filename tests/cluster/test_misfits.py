@@ -12,7 +12,7 @@ from workers.build import build_worker
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor, ModelFacts
 from workers.errors import ModelError
-from workers.executor.modelled import Modelled, modelled_facts, open_modelled
+from workers.executor.simulated import SimulatedModel, open_simulated, simulated_facts
 from workers.server import WorkerServer
 
 
@@ -26,7 +26,7 @@ def building(decode_facts: ModelFacts) -> Callable[[WorkerOrder], WorkerServer]:
             return worker
 
         async def open_other(config: WorkerConfig, incarnation: str) -> Executor:
-            return open_modelled(config, decode_facts, FAST, incarnation, shared)
+            return open_simulated(config, decode_facts, FAST, incarnation, shared)
 
         return WorkerServer(worker.config, open_other, heartbeat_s=order.heartbeat_s)
 
@@ -41,13 +41,13 @@ async def refusal(decode_facts: ModelFacts) -> str:
 
 
 async def test_another_model_is_refused_at_start() -> None:
-    facts = modelled_facts(model=Modelled())
+    facts = simulated_facts(model=SimulatedModel())
     message = await refusal(replace(facts, layout=replace(facts.layout, model="another")))
-    assert "model modelled, 30 layers" in message and "model another" in message and "engine.weights" in message
+    assert "model simulated, 30 layers" in message and "model another" in message and "engine.weights" in message
 
 
 async def test_another_tokenizer_is_refused_at_start() -> None:
-    message = await refusal(replace(modelled_facts(model=Modelled()), tokenizer="other"))
+    message = await refusal(replace(simulated_facts(model=SimulatedModel()), tokenizer="other"))
     assert "tokenizer" in message and "same model folder" in message
 
 
@@ -57,7 +57,7 @@ async def test_kv_that_cannot_be_converted_is_refused_at_start() -> None:
     prefill, decode = spec.pools
     pools = (prefill, replace(decode, engine=replace(decode.engine, dtype="bfloat16")))
     spec = replace(spec, pools=pools, transfer=replace(spec.transfer, staging_bytes=0))
-    facts = modelled_facts(model=Modelled(dtype="bfloat16"))
+    facts = simulated_facts(model=SimulatedModel(dtype="bfloat16"))
     with pytest.raises(
         ModelError, match=r"cannot exchange KV: the owner.s KV is float32, ours bfloat16, .*use one dtype"
     ):

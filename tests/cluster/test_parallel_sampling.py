@@ -19,7 +19,7 @@ from tests.frontend.grpc.fake import gateway_without_servers
 from tests.frontend.tokenizers import ByteDetokenizer, ByteTokenizer
 from tests.model.tiny import write_tiny_llama
 from workers.costs import LinearCost
-from workers.executor.modelled import modelled_token
+from workers.executor.simulated import simulated_token
 from workers.request import FinishReason, SamplingParams
 
 PROMPT = tuple(range(20, 60))
@@ -65,7 +65,7 @@ async def test_parallel_answers_get_their_own_tokens_and_leave_nothing_behind(sp
     async with cluster(spec) as subject:
         events = await run(gateway_of(subject, spec), replace(DRAWN, n=5), "r")
         for index, output in enumerate(outputs(events)):
-            expected = [modelled_token(f"r#{index}/0", len(PROMPT) + n, 1000, (0,)) for n in range(20)]
+            expected = [simulated_token(f"r#{index}/0", len(PROMPT) + n, 1000, (0,)) for n in range(20)]
             assert list(output.tokens) == expected
         end = end_of(events)
         assert (end.prompt_tokens, end.completion_tokens, len(end.answers)) == (len(PROMPT), 100, 5)
@@ -111,7 +111,7 @@ async def test_parallel_answers_survive_the_death_of_a_worker(victim: str, after
         await subject.workers[victim].close()
         events = await running
         for index, output in enumerate(outputs(events)):
-            expected = [modelled_token(f"r#{index}/0", len(PROMPT) + n, 1000, (0,)) for n in range(20)]
+            expected = [simulated_token(f"r#{index}/0", len(PROMPT) + n, 1000, (0,)) for n in range(20)]
             assert list(output.tokens) == expected
         assert len(outputs(events)[0].prompt_logprobs) == len(PROMPT) - 1
         assert end_of(events).attempts > 1

@@ -12,7 +12,7 @@ from tests.cluster.local import Cluster, cluster, completed, mixed_spec, request
 from workers.config import ByteSize, CacheConfig
 from workers.errors import InvalidRequest, Overloaded
 
-BLOCK_BYTES = 737_280  # sixteen tokens of a modelled worker
+BLOCK_BYTES = 737_280  # sixteen tokens of a simulated worker
 SYSTEM = request("system", 160, first=5)
 
 

@@ -25,7 +25,7 @@ SCALES = st.tuples(st.just("scale"), st.sampled_from(POOLS), st.integers(0, 4))
 DEATHS = st.tuples(st.just("die"), WORKERS, st.none())
 CHANGES = st.lists(st.tuples(st.floats(0.0, 0.8), st.one_of(FLIPS, DRAINS, SCALES, DEATHS)), min_size=1, max_size=10)
 REQUESTS = 12
-SPEC = split_spec(2, 2, backends=("modelled",))
+SPEC = split_spec(2, 2, backends=("simulated",))
 SPEC = replace(SPEC, transfer=replace(SPEC.transfer, digest=False, host="127.0.0.1"))
 # Ours: decodes move off workers that are to prefill, and prompts that have not begun are placed anew.
 REBALANCED = replace(

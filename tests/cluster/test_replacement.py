@@ -16,7 +16,7 @@ from cluster.policy.routing.router import Placement
 from cluster.spec import PoolSpec, Role
 from tests.cluster.local import Cluster, cluster, generate, request, split_spec, tokens_of
 from workers.costs import LinearCost
-from workers.executor.modelled import modelled_token
+from workers.executor.simulated import simulated_token
 from workers.request import SLO, Request
 
 COST = LinearCost(0.001, 0.001, 0.0, 0.005, 0.0, 0.0, 0.0)  # a millisecond for each prompt token
@@ -26,7 +26,7 @@ PROMISED = SLO(ttft_s=0.4, tpot_s=0.2)
 @asynccontextmanager
 async def opened(*, rebalance: bool = True, mixed: bool = False) -> AsyncIterator[Cluster]:
     """Two for prompts and one for answers, or two for both; the first of them gets all until `honest`."""
-    spec = split_spec(2, 1, backends=("modelled",), kv_blocks=600, max_running=32)
+    spec = split_spec(2, 1, backends=("simulated",), kv_blocks=600, max_running=32)
     pools = tuple(replace(pool, cost=COST) for pool in spec.pools)
     if mixed:
         pools = (PoolSpec("prefill", Role.MIXED, 2, engine=pools[0].engine, cost=COST),)
@@ -47,7 +47,7 @@ def asked(count: int) -> list[Request]:
 
 
 def exact(name: str) -> list[int]:
-    return [modelled_token(f"{name}/0", 100 + n, 1000, (0,)) for n in range(5)]
+    return [simulated_token(f"{name}/0", 100 + n, 1000, (0,)) for n in range(5)]
 
 
 def in_virtual_time(scene: Callable[[], Awaitable[None]]) -> None:

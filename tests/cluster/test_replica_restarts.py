@@ -30,7 +30,7 @@ from workers.build import build_worker
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor
 from workers.errors import ModelError, RankLost
-from workers.executor.modelled import Modelled, modelled_facts, open_modelled
+from workers.executor.simulated import SimulatedModel, open_simulated, simulated_facts
 from workers.server import WorkerServer
 from workers.stats import WorkerStats
 
@@ -40,13 +40,13 @@ MODELS = {name: PoolModel(FAST) for name in ("prefill", "decode")}
 async def test_a_worker_whose_ranks_did_not_start_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_pool, "START_RETRY_S", 0.2)
     shared, opened = SharedMemory(), Counter[str]()
-    facts = modelled_facts(model=Modelled())
+    facts = simulated_facts(model=SimulatedModel())
 
     async def open_it(config: WorkerConfig, incarnation: str) -> Executor:
         opened[config.name] += 1
         if config.pool == "decode" and opened[config.name] < 3:
             raise RankLost("rank 1 ended")
-        return open_modelled(config, facts, FAST, incarnation, shared)
+        return open_simulated(config, facts, FAST, incarnation, shared)
 
     def build(order: WorkerOrder) -> WorkerServer:
         config = build_worker(order.config).config  # with a host of its own

@@ -20,7 +20,7 @@ LOAD = [(0.25, *PROMPTS)] * 60 + [(0.055, *ANSWERS)] * 250  # a pause, then a re
 
 
 def shifting(mode: str) -> ClusterSpec:
-    spec = split_spec(1, 3, backends=("modelled",), kv_blocks=1000, max_batch_tokens=512, max_running=64)
+    spec = split_spec(1, 3, backends=("simulated",), kv_blocks=1000, max_batch_tokens=512, max_running=64)
     return replace(
         spec,
         pools=tuple(replace(pool, cost=COST) for pool in spec.pools),

@@ -22,13 +22,13 @@ from workers.server import WorkerServer
 
 SECRET = b"a secret"
 CONFIG = WorkerConfig(
-    name="w", pool="p", model="m", engine=EngineConfig(block_size=4, kv_blocks=64), executor="modelled", secret="s"
+    name="w", pool="p", model="m", engine=EngineConfig(block_size=4, kv_blocks=64), executor="simulated", secret="s"
 )
 
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[WorkerServer, WorkerRpcServer, RpcAddress]]:
-    """A modelled worker that takes no time, and its RPC server."""
+    """A simulated worker that takes no time, and its RPC server."""
     server = build_worker(CONFIG)
     rpc = WorkerRpcServer(server.incarnation, SECRET, server.worker)
     await server.open()

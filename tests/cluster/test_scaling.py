@@ -217,7 +217,7 @@ def test_a_worker_without_room_is_retried_with_doubling_pauses() -> None:
             raise AssertionError
 
         wanted = Resources(cpu=2, custom={"decode": 1})
-        order = WorkerOrder(WorkerConfig("decode-1", "decode", "modelled"), wanted, 1.0, 10.0)
+        order = WorkerOrder(WorkerConfig("decode-1", "decode", "simulated"), wanted, 1.0, 10.0)
         context = ReplicaContext(Full(), 10.0, preflight, lambda name: None)
         replica = ReplicaManager(PoolSpec("decode", Role.DECODE), order, context, required=False)
         replica.begin()
@@ -293,7 +293,7 @@ async def until(controller: Controller, is_so: Callable[[ClusterView], bool]) ->
             await controller.members(view.revision, 5.0)
 
 
-ADAPTER = Adapter("sql", "modelled", "/models/sql", "3f", 1000)
+ADAPTER = Adapter("sql", "simulated", "/models/sql", "3f", 1000)
 
 
 @in_virtual_time

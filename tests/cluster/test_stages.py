@@ -13,7 +13,7 @@ from cluster.spec import ClusterSpec
 from tests.cluster.local import cluster, completed, generate, request, split_spec, tokens_of
 from workers.config import ParallelConfig
 from workers.costs import LinearCost
-from workers.executor.modelled import modelled_token
+from workers.executor.simulated import simulated_token
 
 COST = LinearCost(0.002, 0.00002, 0.0, 0.0001, 0.0, 0.0, 0.0)
 
@@ -34,7 +34,7 @@ async def test_pipelines_give_every_request_its_own_tokens_and_free_all_blocks(p
         for made, events in zip(asked, answers, strict=True):
             length, count = len(made.prompt), made.sampling.max_tokens
             assert count is not None
-            assert tokens_of(events) == [modelled_token(f"{made.id}/0", length + n, 1000, (0,)) for n in range(count)]
+            assert tokens_of(events) == [simulated_token(f"{made.id}/0", length + n, 1000, (0,)) for n in range(count)]
             (report,) = completed(events).transfers
             assert report.digests_verified == report.num_blocks
             completed(events).ledger.check()

@@ -264,7 +264,7 @@ def test_a_start_that_is_cancelled_while_gateways_prepare_leaves_no_unread_error
 
         monkeypatch.setattr(GatewayService, "prepare", prepare)
         monkeypatch.setattr(Serving, "_ready", forever)
-        spec = split_spec(1, 1, backends=("modelled",))
+        spec = split_spec(1, 1, backends=("simulated",))
         starting = asyncio.create_task(serve(spec, runtime=Processes(spec), make_server=FakeServer))
         await preparing.wait()
         starting.cancel()

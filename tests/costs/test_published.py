@@ -39,7 +39,7 @@ def test_the_reduction_names_an_original_that_is_missing(tmp_path: Path, capsys:
     assert "usage" in capsys.readouterr().err
 
 
-def test_the_files_are_small_and_their_licences_are_with_them() -> None:
+def test_the_files_are_small_and_their_licenses_are_with_them() -> None:
     files = list(DATA.iterdir())
     assert sum(file.stat().st_size for file in files) < 150_000
     notices = (DATA / "LICENSES.md").read_text()

@@ -192,7 +192,7 @@ def test_a_hardware_file_is_read(tmp_path: Path) -> None:
         ({"flops": {"float16": float("nan")}}, "flops.float16 is nan"),
         ({"flops": {}}, "flops is empty"),
         ({"gpus_per_node": 1.5}, "gpus_per_node is 1.5"),
-        ({"colour": 1}, "colour"),
+        ({"color": 1}, "color"),
     ):
         path.write_text(json.dumps({"mine": fields | changed}))
         with pytest.raises(ProfileError, match=message):

@@ -12,7 +12,7 @@ from workers.server import WorkerServer
 
 def server() -> WorkerServer:
     transfer = TransferConfig(backends=("memory",))
-    config = WorkerConfig("a", "pool", "modelled", transfer=transfer, executor="modelled", secret="of the test")
+    config = WorkerConfig("a", "pool", "simulated", transfer=transfer, executor="simulated", secret="of the test")
     return build_worker(config, shared=SharedMemory())
 
 

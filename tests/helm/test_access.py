@@ -209,7 +209,7 @@ WRONG = {
         with_http("httpRoute.enabled=true"),
         "httpRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]",
     ),
-    "a misspelt key": (
+    "a misspelled key": (
         ("--set", "gateway.tls.secretName=a"),
         "- at '/gateway/tls': additional properties 'secretName' not allowed",
     ),

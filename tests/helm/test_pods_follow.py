@@ -126,7 +126,7 @@ def elastic() -> ClusterSpec:
 
 @asynccontextmanager
 async def gateway(port: int = 0) -> AsyncIterator[tuple[AsyncClient, str]]:
-    """A real controller and gateway with workers whose steps are modelled; pools as above."""
+    """A real controller and gateway with workers whose steps are simulated; pools as above."""
     shared = SharedMemory()
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=0.05, shared=shared, cost=FAST))
     spec = elastic()

@@ -73,7 +73,7 @@ def check_keys(objects: tuple[Object, ...], version: str) -> None:
             kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_a_misspelt_key_would_be_noticed() -> None:
+def test_a_misspelled_key_would_be_noticed() -> None:
     (service, *_) = of_kind(rendered(values("native")), "Service")
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(service | {"spec": service["spec"] | {"clusterIp": "None"}}, "1.37", strict=True)

@@ -27,7 +27,7 @@ def test_only_the_table_of_remote_reads_names_the_path() -> None:
     assert parse_read_paths(TABLE) == ("cma/memory",)
 
 
-def test_an_emulated_read_is_recognised() -> None:
+def test_an_emulated_read_is_recognized() -> None:
     emulated = TABLE.replace("zero-copy  ", "software emulation").replace("cma/memory", "tcp/eth0")
     assert parse_read_paths(emulated) == ("tcp/eth0: software emulation",)
 

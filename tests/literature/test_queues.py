@@ -26,7 +26,7 @@ ONE_AT_A_TIME = EngineConfig(
 
 
 def prefills(load: float, count: int, *, seconds: float = D_S, stages: int = 1, seed: int = 1) -> Run:
-    """Prompts of equal length that each take so long, at this utilisation of one device of speed 1."""
+    """Prompts of equal length that each take so long, at this utilization of one device of speed 1."""
     drawn = load_workload(f"poisson:rate={load / D_S},count={count},lengths={PROMPT}/1", seed=seed)
     engine = replace(ONE_AT_A_TIME, max_running=stages)
     spec = colocated(engine=replace(engine, max_batch_tokens=PROMPT))

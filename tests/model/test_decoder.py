@@ -49,7 +49,7 @@ def test_logits_equal_transformers_however_the_prompts_are_cut(tmp_path: Path, s
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_neighbours_in_the_file_are_mapped_not_copied() -> None:
+def test_neighboring_tensors_in_the_file_are_mapped_not_copied() -> None:
     base = torch.arange(24.0)
     parts = [base[:8].view(2, 4), base[8:12].view(1, 4), base[12:].view(3, 4)]
     fused = fuse(parts)

@@ -161,7 +161,7 @@ def test_what_cannot_hold_one_request_is_refused_with_what_to_change() -> None:
         check_blocks(0, replace(engine, max_model_len=None), 4096, GIB, "cpu")
 
 
-@pytest.mark.parametrize("executor", ["torch", "modelled"])
+@pytest.mark.parametrize("executor", ["torch", "simulated"])
 async def test_a_worker_tells_how_many_blocks_it_took(model: ModelFolder, executor: str) -> None:
     sizes = replace(config(1, 1, kv_blocks=0, max_running=4), model=str(model.path), executor=executor)
     server = build_worker(sizes)

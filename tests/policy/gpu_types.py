@@ -54,7 +54,7 @@ def cluster_of(kinds: Sequence[Kind], elastic: ElasticSpec) -> ClusterSpec:
         tuple(kind.pool(number) for number, kind in enumerate(kinds)),
         gateway=GatewaySpec(routing="slo", slo=TIGHT),
         health=HealthSpec(heartbeat_s=1.0, dead_after_s=10.0),
-        executor="modelled",
+        executor="simulated",
         elastic=elastic,
     )
 

@@ -28,7 +28,7 @@ def attainment(admission: str) -> tuple[float, float]:
         POOLS,
         gateway=GatewaySpec(admission=admission, slo=slo),
         health=HealthSpec(heartbeat_s=1.0, dead_after_s=10.0),
-        executor="modelled",
+        executor="simulated",
     )
     workload = load_workload("poisson:rate=40,count=200,lengths=mixed", seed=3)
     run = simulate(spec, {pool.name: PoolModel(COST) for pool in POOLS}, workload, RunOptions(slo=slo))

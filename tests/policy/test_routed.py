@@ -19,7 +19,7 @@ from workers.engine.blocks import OutOfBlocks
 from workers.engine.prefix_fetch import PrefixFetch
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import WorkerError
-from workers.executor.modelled import modelled_token
+from workers.executor.simulated import simulated_token
 from workers.request import SLO, Request
 from workers.worker import Worker
 
@@ -38,7 +38,7 @@ def books_are_empty(dispatcher: Dispatcher) -> bool:
 
 def expected(wanted: Request) -> list[int]:
     length, count = len(wanted.prompt), wanted.sampling.max_tokens
-    return [modelled_token(wanted.key, length + n, 1000, (0,)) for n in range(count or 0)]
+    return [simulated_token(wanted.key, length + n, 1000, (0,)) for n in range(count or 0)]
 
 
 @pytest.mark.grid(keep=3)

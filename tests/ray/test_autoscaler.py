@@ -15,7 +15,7 @@ from diptych.client import AsyncClient, ClusterStatus
 from diptych.view import WorkerState, WorkerView
 from tests.ray.autoscaled import STORE_BYTES, Autoscaled, autoscaled
 from tests.ray.served import Served, laptop, served
-from workers.executor.modelled import modelled_token
+from workers.executor.simulated import simulated_token
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -51,7 +51,7 @@ class Subject:
 
 def document() -> dict[str, object]:
     """The head has room for one worker of each pool; a second decode worker needs a node of its own."""
-    made = laptop(executor="modelled")
+    made = laptop(executor="simulated")
     prefill, decode = made["pools"]
     prefill |= {"resources": {"cpu": 0.5, "custom": {"prefill": 1}}, "cost": PREFILLS}
     decode |= {"resources": {"cpu": 1, "custom": {"decode": 1}}, "cost": DECODES, "replicas": {"min": 1, "max": 2}}
@@ -91,7 +91,7 @@ def nodes(output: str) -> int:
 
 
 async def answer(client: AsyncClient, name: str, max_tokens: int, seen: Callable[[], None] = lambda: None) -> set[int]:
-    """Check every token of a request, which a modelled worker derives from its name. Returns its attempts."""
+    """Check every token of a request, which a simulated worker derives from its name. Returns its attempts."""
     tokens: list[int] = []
     attempts: set[int] = set()
     async for event in client.generate(PROMPT, request_id=name, max_tokens=max_tokens):
@@ -100,7 +100,7 @@ async def answer(client: AsyncClient, name: str, max_tokens: int, seen: Callable
         tokens.extend(getattr(event, "tokens", ()))
         if tokens:
             seen()
-    assert tokens == [modelled_token(f"{name}/0", len(PROMPT) + n, 1000, (0,)) for n in range(max_tokens)]
+    assert tokens == [simulated_token(f"{name}/0", len(PROMPT) + n, 1000, (0,)) for n in range(max_tokens)]
     return attempts
 
 

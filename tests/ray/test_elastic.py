@@ -22,8 +22,8 @@ PROMPT = [5, 6, 7] * 20
 
 
 def document() -> dict[str, object]:
-    """Modelled workers, and room for a third decode worker. Roles and replicas change by hand only."""
-    made = laptop(executor="modelled", elastic={"mode": "off"})
+    """Simulated workers, and room for a third decode worker. Roles and replicas change by hand only."""
+    made = laptop(executor="simulated", elastic={"mode": "off"})
     for pool in made["pools"]:
         pool["resources"] = {"cpu": 0.1}
     made["pools"][1]["replicas"] = {"min": 2, "max": 3}
@@ -78,7 +78,7 @@ async def test_a_flip_and_a_scale_out_under_streams(subject: Served) -> None:
         flowing = asyncio.Event()
 
         async def stream(name: str) -> tuple[list[int], int]:
-            """A modelled worker derives tokens from the request's name and seed."""
+            """A simulated worker derives tokens from the request's name and seed."""
             tokens: list[int] = []
             async for event in client.generate(PROMPT, request_id=name, seed=7, max_tokens=150):
                 tokens.extend(getattr(event, "tokens", ()))

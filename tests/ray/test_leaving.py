@@ -72,7 +72,7 @@ async def running(address: str, *args: str) -> AsyncIterator[Command]:
 
 
 def document(name: str) -> dict[str, object]:
-    made = laptop(executor="modelled", name=name)
+    made = laptop(executor="simulated", name=name)
     prefill, decode = made["pools"]
     prefill |= {"replicas": 1, "resources": {"cpu": 0.1, "labels": {"part": "a"}}}
     decode |= {"replicas": 2, "resources": {"cpu": 0.5, "labels": {"part": "b"}}}
@@ -94,7 +94,7 @@ async def nodes() -> AsyncIterator[Cluster]:
 async def stream(client: AsyncClient, index: int, first: asyncio.Event) -> Answer:
     """`first` is set at the first token."""
     events = []
-    asked: dict[str, Any] = {"request_id": f"r{index}", "max_tokens": TOKENS}  # modelled tokens follow from the id
+    asked: dict[str, Any] = {"request_id": f"r{index}", "max_tokens": TOKENS}  # simulated tokens follow from the id
     async for event in client.generate([index + 1, *PROMPT], **asked):
         events.append(event)
         if isinstance(event, TextDelta):

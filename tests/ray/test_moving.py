@@ -8,7 +8,7 @@ import pytest
 from cluster.events import Accepted
 from diptych.client import AsyncClient
 from tests.ray.served import laptop, served
-from workers.executor.modelled import modelled_token
+from workers.executor.simulated import simulated_token
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -17,7 +17,7 @@ PROMPT = [5, 6, 7] * 20
 
 
 async def test_a_drained_worker_leaves_while_its_decodes_migrate(tmp_path: Path) -> None:
-    document = laptop(executor="modelled", elastic={"mode": "off"})
+    document = laptop(executor="simulated", elastic={"mode": "off"})
     for pool in document["pools"]:
         pool |= {"resources": {"cpu": 0.1}, "cost": COST, "replicas": 1}
     document["pools"][1]["replicas"] = {"min": 1, "max": 3}
@@ -29,7 +29,7 @@ async def test_a_drained_worker_leaves_while_its_decodes_migrate(tmp_path: Path)
         flowing, left = asyncio.Event(), asyncio.Event()
 
         async def stream(name: str) -> list[int]:
-            """Stream until some tokens after the worker has left. Modelled tokens follow from the request's name."""
+            """Stream until some tokens after the worker has left. Simulated tokens follow from the request's name."""
             tokens: list[int] = []
             attempts, behind = set(), 0
             async for event in client.generate(PROMPT, request_id=name, max_tokens=1500):
@@ -52,5 +52,5 @@ async def test_a_drained_worker_leaves_while_its_decodes_migrate(tmp_path: Path)
                 await asyncio.sleep(0.1)
         left.set()
         for index, tokens in enumerate(await asyncio.gather(*streams)):
-            wanted = [modelled_token(f"stream-{index}/0", len(PROMPT) + n, 1000, (0,)) for n in range(len(tokens))]
+            wanted = [simulated_token(f"stream-{index}/0", len(PROMPT) + n, 1000, (0,)) for n in range(len(tokens))]
             assert tokens == wanted

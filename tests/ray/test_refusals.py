@@ -47,7 +47,7 @@ def test_an_impossible_setting_is_refused_at_start(tmp_path: Path, parallel: dic
 
 def test_too_few_open_files_are_refused_before_ray_starts(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(yaml.safe_dump(laptop(executor="modelled")))
+    path.write_text(yaml.safe_dump(laptop(executor="simulated")))
     ended = subprocess.run(
         ["sh", "-c", 'ulimit -n 100 && exec "$@"', "sh", sys.executable, "-m", "cluster.cli", "serve", "-f", str(path)],
         capture_output=True,

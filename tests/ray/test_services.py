@@ -203,7 +203,7 @@ def test_an_unreachable_ray_is_reported_in_one_line() -> None:
 
 @pytest.mark.asyncio
 async def test_serve_ends_in_seconds_when_ray_dies(tmp_path: Path) -> None:
-    async with served(laptop(executor="modelled"), tmp_path) as subject:
+    async with served(laptop(executor="simulated"), tmp_path) as subject:
         subject.exit_status = 1
         children = psutil.Process(subject.process.pid).children(recursive=True)
         (server,) = [each for each in children if each.name() == RAY_SERVER]

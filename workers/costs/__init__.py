@@ -1,6 +1,6 @@
 """Seconds of steps, transfers and swaps. Pure: no clock, no device.
 
-The router predicts with a `CostModel`; the modelled executor and the simulator wait for the times it gives.
+The router predicts with a `CostModel`; the simulated executor and the simulator wait for the times it gives.
 
     CostModel            the port: seconds of a mixed step, and what follows from them
     ├─ LinearCost        few coefficients, fitted from running workers

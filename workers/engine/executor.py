@@ -1,4 +1,4 @@
-"""The port between the engine and what computes its steps: one rank, a gang of ranks, or a modelled rank.
+"""The port between the engine and what computes its steps: one rank, a gang of ranks, or a simulated rank.
 
 Implementations live in `workers.executor`. All methods are called from one event loop.
 """

@@ -201,7 +201,7 @@ class Sequence:
     def can_run_ahead(self) -> bool:
         """Whether the token behind the one in flight can be computed with no more than its number."""
         sampling = self.request.sampling
-        return not (self.hold or self.borrows or sampling.penalises or sampling.grammar is not None)
+        return not (self.hold or self.borrows or sampling.has_penalties or sampling.grammar is not None)
 
     @property
     def max_remaining_tokens(self) -> int:
@@ -223,7 +223,7 @@ class Sequence:
             banned = (*end_tokens, *params.stop_token_ids)
         assert position == len(self.tokens) or self.can_run_ahead, "this draw needs all tokens before"
         answer = b"" if params.grammar is None else array(INT32, self.tokens[self.num_prompt :]).tobytes()
-        if not params.penalises:
+        if not params.has_penalties:
             return Draw(params, params.seed, position, b"", b"", banned, answer)
         seen, counts = self.counts.read(
             self.tokens, len(self.request.prompt), with_prompt=params.repetition_penalty != 1.0

@@ -1,1 +1,1 @@
-"""What runs a step plan: a rank with a real model, or modelled seconds."""
+"""What runs a step plan: a rank with a real model, or simulated seconds."""

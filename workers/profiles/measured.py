@@ -13,8 +13,8 @@ from workers.costs.port import check_non_negative
 from workers.profiles.fit import FitError, Point, error_of
 from workers.profiles.profile_errors import ProfileError
 
-VERSION = 1
-LONE_TOKENS = 64  # the prompt of a single request
+VERSION = 2
+SINGLE_REQUEST_TOKENS = 64  # the prompt of a single request
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class LinkProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbours:
+class Interference:
     """Steps of `pool` take `ratio` times as long while a worker of `other` computes on the same machine.
 
     `phase`, `other_phase`: "prefill" or "decode", what their steps do; empty: either.
@@ -86,9 +86,10 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True)
 class ClusterProfile:
-    """`door_s`: frontend time of a first token, beyond the gateway's ledger.
+    """`frontend_s`: frontend time of a first token, beyond the gateway's ledger.
 
-    `lone_s`: median ledger phases of a single request, to its first token. `kv_token_bytes`: 0 if no KV moved.
+    `single_request_s`: median ledger phases of a single request, until its first token. `kv_token_bytes`: 0 if no KV
+    moved.
     """
 
     cluster: str
@@ -100,10 +101,10 @@ class ClusterProfile:
     vocab_size: int
     pools: tuple[PoolProfile, ...]
     links: tuple[LinkProfile, ...] = ()
-    neighbours: tuple[Neighbours, ...] = ()
+    interference: tuple[Interference, ...] = ()
     kv_token_bytes: int = 0
-    door_s: float = 0.0
-    lone_s: dict[str, float] = field(default_factory=dict)
+    frontend_s: float = 0.0
+    single_request_s: dict[str, float] = field(default_factory=dict)
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -126,8 +127,8 @@ class ClusterProfile:
 
         Those of a split came to an idle prefill worker, those of a mixed worker while it was warm from the last answer.
         """
-        alone_s = self.pool(name).served.prefill_seconds(LONE_TOKENS)
-        return max(1.0, self.lone_s.get("prefill_compute", 0.0) / alone_s) if alone_s else 1.0
+        alone_s = self.pool(name).served.prefill_seconds(SINGLE_REQUEST_TOKENS)
+        return max(1.0, self.single_request_s.get("prefill_compute", 0.0) / alone_s) if alone_s else 1.0
 
     def cost(self, name: str) -> LinearCost:
         """Of a pool, gaps included, with the slowest link that carries KV to it."""

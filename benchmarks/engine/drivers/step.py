@@ -12,7 +12,7 @@ from benchmarks.engine.drivers.ours import DiptychWorker, worker_config
 from benchmarks.engine.drivers.protocol import EngineDriverConfig, PhaseTimer, Task, driver_config, serve
 from workers.executor import rank
 
-VOCABULARY = 1000  # of modelled workers
+VOCABULARY = 1000  # of simulated workers
 ZERO_STEPS = 400
 
 
@@ -60,7 +60,7 @@ class StepParts:
             self._times.wrap(engine, call, call)
         self._times.count_device(engine)
         with_room = EngineDriverConfig(config.model, config.threads, (("kv_blocks", "4096"),))
-        self._zero = DiptychWorker(worker_config(with_room, "modelled"))
+        self._zero = DiptychWorker(worker_config(with_room, "simulated"))
 
     def measure(self, task: Task) -> dict[str, float]:
         """Seconds of a step by part ("step": the whole), and tokens per second of the worker that computes nothing."""

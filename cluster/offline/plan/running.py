@@ -209,10 +209,10 @@ def attained(running: RunningCluster, arrangement: Arrangement) -> Attainment:
     from cluster.offline.sim.run import RunOptions, simulate
 
     profile = running.profile
-    ratio = max((each.ratio for each in profile.neighbours), default=0.0)
+    ratio = max((each.ratio for each in profile.interference), default=0.0)
     loads = [(role.value, has_prompts) for role in Role for has_prompts in (True, False)]
     slowdown = dict.fromkeys(product(loads, loads), ratio) if ratio else None
-    options = RunOptions(slo=running.slo, environment=Environment(slowdown, profile.door_s))
+    options = RunOptions(slo=running.slo, environment=Environment(slowdown, profile.frontend_s))
     run = simulate(_spec(running, arrangement), _models(running, arrangement), running.load, options)
     return attainment(run, running.slo)
 

@@ -13,7 +13,7 @@ from cluster.spec import Role
 from diptych.client import AsyncClient
 from diptych.view import ClusterView, WorkerView
 from workers.profiles.fit import fit
-from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile
+from workers.profiles.measured import ClusterProfile, Interference, LinkProfile, PoolProfile
 from workers.profiles.profile_errors import ProfileError
 
 ROUNDS = 3
@@ -40,11 +40,11 @@ async def measure(client: AsyncClient, on_progress: OnProgress, rounds: int = RO
     for worker in workers:
         steps = await measure_steps(client, worker.name, rounds, partial(on_progress, f"steps of {worker.name}"))
         pools.append(_pool(worker, steps, overhead))
-    neighbours: list[Neighbours] = []
-    for one, other in _neighbours(view):
+    interference: list[Interference] = []
+    for one, other in _pairs_of_one_machine(view):
         on_progress(f"{one.name} beside {other.name}", 0, None)
         linked = view.linked(one.name, other.name)
-        neighbours += await measure_slowdown(client, one, other, linked, view.model.vocab_size)
+        interference += await measure_slowdown(client, one, other, linked, view.model.vocab_size)
     return ClusterProfile(
         cluster=view.name,
         model=view.model.name,
@@ -55,10 +55,10 @@ async def measure(client: AsyncClient, on_progress: OnProgress, rounds: int = RO
         vocab_size=view.model.vocab_size,
         pools=tuple(pools),
         links=tuple(_links(view)),
-        neighbours=tuple(_worst(neighbours)),
+        interference=tuple(_worst(interference)),
         kv_token_bytes=overhead.kv_token_bytes,
-        door_s=overhead.door_s,
-        lone_s=overhead.lone_s,
+        frontend_s=overhead.frontend_s,
+        single_request_s=overhead.single_request_s,
     )
 
 
@@ -85,7 +85,7 @@ def _one_of_each(view: ClusterView) -> list[WorkerView]:
     return list(first.values())
 
 
-def _neighbours(view: ClusterView) -> Iterator[tuple[WorkerView, WorkerView]]:
+def _pairs_of_one_machine(view: ClusterView) -> Iterator[tuple[WorkerView, WorkerView]]:
     """For each pair of pools, two workers on one node, if there are any; preferably linked ones, owner first."""
     ready = view.ready(*Role)
     pairs = [(one, other) for one in ready for other in ready if one is not other and one.node == other.node]
@@ -109,9 +109,9 @@ def _links(view: ClusterView) -> Iterator[LinkProfile]:
     yield from slowest.values()
 
 
-def _worst(found: list[Neighbours]) -> Iterator[Neighbours]:
+def _worst(found: list[Interference]) -> Iterator[Interference]:
     """Two workers of one pool give two ratios; keep the larger."""
-    worst: dict[tuple[str, ...], Neighbours] = {}
+    worst: dict[tuple[str, ...], Interference] = {}
     for each in found:
         key = (each.pool, each.other, each.phase, each.other_phase)
         known = worst.get(key)

@@ -17,10 +17,10 @@ from cluster.offline.workload.prompts import FIRST_TOKEN
 from diptych.client import AsyncClient
 from diptych.request_ids import PROFILE_PREFIX, new_id
 from diptych.shapes import Shape
-from workers.profiles.measured import LONE_TOKENS
+from workers.profiles.measured import SINGLE_REQUEST_TOKENS
 from workers.profiles.profile_errors import ProfileError
 
-PROMPT_TOKENS, ANSWER_TOKENS = LONE_TOKENS, 48
+PROMPT_TOKENS, ANSWER_TOKENS = SINGLE_REQUEST_TOKENS, 48
 SINGLE, CONCURRENT, ROUNDS = 7, 8, 3  # single requests; requests at once, and how often
 STEPS = 24
 TIMEOUT_S = 120.0
@@ -28,16 +28,16 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class RequestOverhead:
-    """`door_s`: of a first token, beyond the ledger. `lone_s`: the ledger's phases to the first token, medians.
+    """`frontend_s`: of a first token, beyond the ledger. `single_request_s`: median ledger phases until then.
 
     `gap_s` is added to a step of one decode, and `gap_row_s` for each further decode.
     """
 
-    door_s: float
+    frontend_s: float
     gap_s: float
     gap_row_s: float
     kv_token_bytes: int
-    lone_s: dict[str, float]
+    single_request_s: dict[str, float]
 
 
 @dataclass(slots=True)
@@ -69,11 +69,11 @@ async def measure_overhead(client: AsyncClient, decoder: str, vocab_size: int) -
         for phase, ns in answer.completed.ledger.first:
             phases.setdefault(phase, []).append(ns / 1e9)
     return RequestOverhead(
-        door_s=max(0.0, median(frontend_s)),
+        frontend_s=max(0.0, median(frontend_s)),
         gap_s=gap_s,
         gap_row_s=max(0.0, concurrent_gap_s - gap_s) / (CONCURRENT - 1),
         kv_token_bytes=_token_bytes(completed[0]),
-        lone_s={phase: median(seconds) for phase, seconds in phases.items()},
+        single_request_s={phase: median(seconds) for phase, seconds in phases.items()},
     )
 
 

@@ -17,7 +17,7 @@ from cluster.spec import Role
 from diptych.client import AsyncClient
 from diptych.shapes import Shape
 from diptych.view import WorkerView
-from workers.profiles.measured import Neighbours
+from workers.profiles.measured import Interference
 from workers.profiles.profile_errors import ProfileError
 from workers.request import MOST_REPEATS as REPEATS_LIMIT
 
@@ -28,7 +28,7 @@ FIRST_TOKENS, BASELINE_TOKENS = 8, 48  # of each answer: while others start; and
 
 async def measure_slowdown(
     client: AsyncClient, one: WorkerView, other: WorkerView, linked: bool, vocab_size: int
-) -> list[Neighbours]:
+) -> list[Interference]:
     """The factors by which steps of each take longer while the other computes. `linked`: KV goes from one to the other.
 
     Raises `DiptychError`, and `ProfileError` when the cluster is busy.
@@ -36,14 +36,14 @@ async def measure_slowdown(
     answer_tokens = min(ANSWER_TOKENS, other.capacity_tokens - PROMPT_TOKENS)
     if linked and one.role is Role.PREFILL and other.role is Role.DECODE and answer_tokens > 2 * BASELINE_TOKENS:
         ratio, ratio_of_other = await _beside_answers(client, one, answer_tokens, vocab_size)
-        return [Neighbours(one.pool, other.pool, ratio), Neighbours(other.pool, one.pool, ratio_of_other)]
+        return [Interference(one.pool, other.pool, ratio), Interference(other.pool, one.pool, ratio_of_other)]
     found = []
     for phase, other_phase in product(_phases(one), _phases(other)):
         if one.pool == other.pool and phase > other_phase:
             continue  # the same two steps as the other way round
         ratio, ratio_of_other = await _beside_steps(client, (one, phase), (other, other_phase))
-        found.append(Neighbours(one.pool, other.pool, ratio, phase, other_phase))
-        found.append(Neighbours(other.pool, one.pool, ratio_of_other, other_phase, phase))
+        found.append(Interference(one.pool, other.pool, ratio, phase, other_phase))
+        found.append(Interference(other.pool, one.pool, ratio_of_other, other_phase, phase))
     return found
 
 

@@ -87,7 +87,7 @@ async def measure_steps(client: AsyncClient, worker: str, rounds: int, on_progre
             "engine.max_batch_tokens, engine.max_running or engine.kv_blocks, or measure when no requests come"
         )
     if not all(point.seconds > 0.0 for point in points):
-        raise ProfileError(f"the steps of {worker} take no time; a modelled worker without a cost has none to fit")
+        raise ProfileError(f"the steps of {worker} take no time; a simulated worker without a cost has none to fit")
     return Steps(points, max(0.0, median(calls)))
 
 

@@ -12,7 +12,7 @@ from cluster.observe.ledger import TRANSFER, Span
 from cluster.offline.report.spans import phases, transfer
 from cluster.offline.report.style import (
     BLUE,
-    COLOURS,
+    COLORS,
     GREEN,
     GREY,
     ORANGE,
@@ -39,7 +39,7 @@ METRICS: Mapping[str, tuple[Callable[[Figures], Percentiles | None], float, Call
     "TPOT, ms": (lambda figures: figures.tpot_s, 1e3, lambda slo: slo.tpot_s),
     "E2E, s": (lambda figures: figures.e2e_s, 1.0, lambda slo: None),
 }
-PHASE_COLOURS = {
+PHASE_COLORS = {
     "admission": GREY,
     "route": GREY,
     "reserve": "#B0B0B0",
@@ -68,7 +68,7 @@ def goodput_bars(systems: Sequence[SystemResult]) -> Any:
             for goodput in (each for each in system.goodputs if each.target == target):
                 at = row - 0.4 + (number + 0.5) * height
                 label = f"at least {100 * target:g} % of requests"
-                panel.barh(at, goodput.per_gpu, height=0.9 * height, color=COLOURS[number], label=label)
+                panel.barh(at, goodput.per_gpu, height=0.9 * height, color=COLORS[number], label=label)
                 _interval(panel, goodput, at)
     panel.set_yticks(range(len(systems)), [f"{each.name}\n({each.figures.provisioned})" for each in systems])
     panel.set_ylim(len(systems) - 0.5, -0.5)
@@ -144,8 +144,8 @@ def scatter(runs: Sequence[Run], slo: SLO) -> Any:
         done = each.finished & (each.output_tokens > 1)
         ttft, tpot = each.ttft_s[done], 1e3 * each.tpot_s[done]
         met = (ttft <= _bound(slo.ttft_s)) & (each.tpot_s[done] <= _bound(slo.tpot_s))
-        for mask, colour, marker, label in ((met, BLUE, "o", "met"), (~met, RED, "x", "missed")):
-            dots = {"color": colour, "markersize": 2.5, "alpha": 0.5, "rasterized": True}
+        for mask, color, marker, label in ((met, BLUE, "o", "met"), (~met, RED, "x", "missed")):
+            dots = {"color": color, "markersize": 2.5, "alpha": 0.5, "rasterized": True}
             panel.plot(ttft[mask], tpot[mask], marker, label=label, **dots)
         missing = len(each.finished) - int(each.finished.sum())
         unserved = f", {missing} not served" if missing else ""
@@ -230,7 +230,7 @@ def phase_bars(systems: Sequence[SystemResult]) -> Any:
         left = 0.0
         for name, seconds in system.figures.phases_s:
             label = name.replace("_", " ") if seconds > 1e-3 * most_s else None  # too narrow to see
-            panel.barh(row, seconds, left=left, height=0.7, color=PHASE_COLOURS[name], label=label)
+            panel.barh(row, seconds, left=left, height=0.7, color=PHASE_COLORS[name], label=label)
             left += seconds
         panel.annotate(f"{left:.3g} s", (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
     panel.set_yticks(range(len(measured)), [each.name for each in measured])
@@ -280,7 +280,7 @@ def _rows(served: Served) -> list[Span]:
 def _bar_style(span: Span) -> dict[str, Any]:
     if span.name == TRANSFER:
         return {"hatch": "////", "facecolor": "white", "edgecolor": PURPLE}
-    return {"color": PHASE_COLOURS[span.name], "linewidth": 1.0}  # so that the shortest phase is visible
+    return {"color": PHASE_COLORS[span.name], "linewidth": 1.0}  # so that the shortest phase is visible
 
 
 def _label(span: Span) -> str:

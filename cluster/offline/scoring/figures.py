@@ -35,7 +35,7 @@ DEFINITIONS = {
     "worst TBT": "per request, the mean of the worst 10 % of its gaps (Mooncake FAST'25)",
     "E2E": "arrival to last token",
     "normalized latency": "per request, E2E / output tokens (Orca, vLLM)",
-    "percentiles": "of finished requests, interpolated linearly between neighbours; all requests are counted, no "
+    "percentiles": "of finished requests, interpolated linearly between neighbors; all requests are counted, no "
     "warm-up is cut off",
     "attainment": "share of all requests that meet TTFT and TPOT; rejected, failed and unfinished ones miss both "
     "(DistServe)",

@@ -1,4 +1,4 @@
-"""A whole cluster in virtual time: production controller, dispatchers, workers and engines over modelled executors."""
+"""A whole cluster in virtual time: production controller, dispatchers, workers and engines over simulated executors."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -14,11 +14,18 @@ from cluster.offline.scoring.records import StepRecord, WorkerRecord
 from cluster.offline.sim.case import PoolModel as PoolModel
 from cluster.offline.sim.environment import RemoteWorker, SharedMachine, Slowdown
 from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder
-from cluster.runtime.local import LocalRuntime, modelled_worker
+from cluster.runtime.local import LocalRuntime, simulated_worker
 from cluster.serving import serve
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.engine.step import StepPlan
-from workers.executor.modelled import SMOLLM2_CALLS, AttentionCalls, Modelled, ModelledRemoteServer, Observe, Pace
+from workers.executor.simulated import (
+    SMOLLM2_CALLS,
+    AttentionCalls,
+    Observe,
+    Pace,
+    SimulatedModel,
+    SimulatedRemoteServer,
+)
 from workers.server import WorkerServer
 
 
@@ -139,25 +146,25 @@ def index_of(key: str) -> int:
 
 
 class SimRuntime(LocalRuntime):
-    """`LocalRuntime` whose workers are modelled and metered, with calls that take time."""
+    """`LocalRuntime` whose workers are simulated and metered, with calls that take time."""
 
     def __init__(self, models: Mapping[str, PoolModel], environment: Environment, trace: bool) -> None:
-        super().__init__(self._modelled)
+        super().__init__(self._simulated)
         self._models = models
         self._trace = trace
         self._machine = None if environment.slowdown is None else SharedMachine(environment.slowdown)
         self._stale_s = environment.stale_s
-        self._servers: dict[str, ModelledRemoteServer] = {}
+        self._servers: dict[str, SimulatedRemoteServer] = {}
         self._multi_step = environment.multi_step
         self.meters: dict[str, list[Meter]] = defaultdict(list)  # worker name -> one for each start
 
-    def _modelled(self, order: WorkerOrder) -> WorkerServer:
+    def _simulated(self, order: WorkerOrder) -> WorkerServer:
         pool = order.config.pool
         model = self._models[pool]
         meter = Meter(order.config.name, pool, self._trace)
         pace = None if self._machine is None else partial(self._machine.spend, pool)
-        modelled = _modelled(model, meter.observe, pace, self._servers, multi_step=self._multi_step)
-        meter.server = modelled_worker(order, model.cost, modelled)
+        simulated = _simulated(model, meter.observe, pace, self._servers, multi_step=self._multi_step)
+        meter.server = simulated_worker(order, model.cost, simulated)
         self.meters[meter.name].append(meter)
         return meter.server
 
@@ -183,17 +190,17 @@ class SimCluster:
 
 
 def virtual(spec: ClusterSpec, models: Mapping[str, PoolModel]) -> ClusterSpec:
-    """The same cluster with modelled executors and transfers: no bytes move, so none are digested or converted.
+    """The same cluster with simulated executors and transfers: no bytes move, so none are digested or converted.
 
-    Engines and routers know the modelled costs, as they would know measured ones. Raises `SpecError`.
+    Engines and routers know the simulated costs, as they would know measured ones. Raises `SpecError`.
     """
     missing = [pool.name for pool in spec.pools if pool.name not in models]
     if missing:
         raise SpecError(f"pools: no model for {', '.join(missing)}")
-    transfer = replace(spec.transfer, backends=("modelled",), digest=False, host="127.0.0.1")
+    transfer = replace(spec.transfer, backends=("simulated",), digest=False, host="127.0.0.1")
     pools = tuple(replace(pool, cost=models[pool.name].cost) for pool in spec.pools)
     gateway = replace(spec.gateway, trace_requests=0)  # no one reads the traces
-    return replace(spec, pools=pools, executor="modelled", transfer=transfer, gateway=gateway)
+    return replace(spec, pools=pools, executor="simulated", transfer=transfer, gateway=gateway)
 
 
 DEFAULT_ENVIRONMENT = Environment()
@@ -238,12 +245,17 @@ class _NoServer:
         """Nothing to close."""
 
 
-def _modelled(
-    model: PoolModel, observe: Observe, pace: Pace | None, servers: dict[str, ModelledRemoteServer], *, multi_step: bool
-) -> Modelled:
+def _simulated(
+    model: PoolModel,
+    observe: Observe,
+    pace: Pace | None,
+    servers: dict[str, SimulatedRemoteServer],
+    *,
+    multi_step: bool,
+) -> SimulatedModel:
     shape = model.shape
     # One layer and one head of the same size in total, so that re-sharding costs no time to simulate.
-    return Modelled(
+    return SimulatedModel(
         num_layers=1,
         num_kv_heads=1,
         head_dim=model.kv_token_bytes // 4,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cluster.offline.sim.cluster import Environment
     from workers.profiles.measured import ClusterProfile
 
-_HAS_PROMPTS = {"prefill": (True,), "decode": (False,), "": (True, False)}  # of steps, by the phase of `Neighbours`
+_HAS_PROMPTS = {"prefill": (True,), "decode": (False,), "": (True, False)}  # of steps, by the phase of `Interference`
 MAX_RUNNING = 256  # sequences of one worker; vLLM's default
 
 
@@ -134,8 +134,8 @@ def environment_of(profile: "ClusterProfile") -> "Environment":
 
     slowdown = {
         ((each.pool, has_prompts), (each.other, other_has_prompts)): each.ratio
-        for each in profile.neighbours
+        for each in profile.interference
         for has_prompts in _HAS_PROMPTS[each.phase]
         for other_has_prompts in _HAS_PROMPTS[each.other_phase]
     }
-    return Environment(slowdown or None, profile.door_s)
+    return Environment(slowdown or None, profile.frontend_s)

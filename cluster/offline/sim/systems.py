@@ -1,6 +1,6 @@
 """Published systems as settings of Diptych: batching, pools, routing. See docs/simulator.md for the sources.
 
-Each runs through the same production code; what a paper does beyond scheduling (kernels, networks) is not modelled.
+Each runs through the same production code; what a paper does beyond scheduling (kernels, networks) is not modeled.
 """
 
 from collections.abc import Mapping
@@ -115,7 +115,7 @@ def arrange(name: str, fleet: EqualWorkers, prefills: int) -> ClusterSpec:
         pools=pools,
         gateway=GatewaySpec(routing=chosen.routing, admission=chosen.admission, rebalance=chosen.rebalance),
         health=RARE_HEARTBEATS,
-        executor="modelled",
+        executor="simulated",
         elastic=chosen.elastic,
     )
 

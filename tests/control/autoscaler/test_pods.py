@@ -166,7 +166,7 @@ def view_of(drawn: tuple[int, list[WorkerState]] | None, pool: ScaledPool) -> Cl
 
 
 @given(BOUNDS, st.integers(0, 40), STEPS)
-def test_every_change_lies_within_the_bounds_and_moves_towards_the_target(
+def test_every_change_lies_within_the_bounds_and_moves_toward_the_target(
     pool: ScaledPool, pods: int, steps: list[tuple[tuple[int, list[WorkerState]] | None, float]]
 ) -> None:
     asked = Asked(pods, Pods((pool,), WINDOW_S))

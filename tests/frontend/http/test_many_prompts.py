@@ -38,7 +38,7 @@ async def test_a_stream_has_the_answers_of_all_prompts(there: Clients) -> None:
 
 
 @pytest.mark.parametrize("count", [MAX_CONCURRENT_PROMPTS + 6])
-async def test_concurrent_prompts_are_limited_and_waiting_counts_towards_the_deadline(
+async def test_concurrent_prompts_are_limited_and_waiting_counts_toward_the_deadline(
     there: Clients, dispatcher: FakeDispatcher, count: int
 ) -> None:
     dispatcher.hold = asyncio.Event()

@@ -20,7 +20,7 @@ from workers.server import WorkerServer
 
 
 class Dots:
-    """Modelled workers draw from more tokens than there are bytes."""
+    """Simulated workers draw from more tokens than there are bytes."""
 
     def push(self, tokens: Sequence[int]) -> str:
         return "." * len(tokens)

@@ -87,7 +87,7 @@ async def until(subject: Subject, expression: str, value: float) -> None:
         ("sum(vllm:generation_tokens_total)", TOKENS),
         ('sum(vllm:request_success_total{finished_reason="length"})', ANSWERS),
         ("sum(vllm:e2e_request_latency_seconds_count)", ANSWERS),
-        ('count(vllm:kv_cache_usage_perc{model_name="modelled"})', 3),
+        ('count(vllm:kv_cache_usage_perc{model_name="simulated"})', 3),
     ],
 )
 async def test_prometheus_counts_the_sent_requests(subject: Subject, expression: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""Modelled workers behind a real gRPC server, in this process."""
+"""Simulated workers behind a real gRPC server, in this process."""
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -7,13 +7,13 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.frontend.servers import Servers
-from cluster.runtime.local import LocalRuntime, modelled_worker
+from cluster.runtime.local import LocalRuntime, simulated_worker
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
 from diptych.client import AsyncClient
 from tests.cluster.local import split_spec
 from workers.costs import LinearCost
-from workers.executor.modelled import Modelled
+from workers.executor.simulated import SimulatedModel
 from workers.request import Grammar
 
 COST = LinearCost(1e-3, 2e-5, 3e-8, 1e-4, 2e-7, swap_byte_s=1e-10)
@@ -61,16 +61,16 @@ class AnyTokenizer:
 def spec(**engine: int) -> ClusterSpec:
     """With budgets like a small real worker's."""
     made = split_spec(
-        backends=("modelled",), **({"kv_blocks": 1030, "max_batch_tokens": 256, "max_running": 32} | engine)
+        backends=("simulated",), **({"kv_blocks": 1030, "max_batch_tokens": 256, "max_running": 32} | engine)
     )
     return replace(made, gateway=replace(made.gateway, grpc_port=0))
 
 
 @asynccontextmanager
 async def served(
-    spec: ClusterSpec, cost: LinearCost = COST, modelled: Modelled | None = None
+    spec: ClusterSpec, cost: LinearCost = COST, model: SimulatedModel | None = None
 ) -> AsyncIterator[tuple[AsyncClient, LocalRuntime]]:
-    runtime = LocalRuntime(lambda order: modelled_worker(order, cost, modelled or Modelled()))
+    runtime = LocalRuntime(lambda order: simulated_worker(order, cost, model or SimulatedModel()))
     serving = await serve(spec, runtime=runtime, make_server=lambda context: Servers(context, AnyTokenizer))
     try:
         async with AsyncClient(serving.endpoint) as client:

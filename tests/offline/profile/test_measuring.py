@@ -21,9 +21,9 @@ from workers.engine.step import StepPlan, StepResult
 from workers.engine.step_timing import num_blocks, step_plan
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
 from workers.executor.gang import open_gang
-from workers.executor.modelled import modelled_facts, open_modelled
 from workers.executor.opening import open_solo
 from workers.executor.rank_server import RankTasks
+from workers.executor.simulated import open_simulated, simulated_facts
 from workers.model.folder import ModelFolder
 from workers.request import Request, SamplingParams
 from workers.server import ExecutorFactory, WorkerServer
@@ -43,7 +43,7 @@ def request(name: str, length: int, max_tokens: int = 8) -> Request:
     return Request(name, tuple(range(1, length + 1)), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens))
 
 
-def config(executor: str = "modelled", parallel: ParallelConfig | None = None, **engine: object) -> WorkerConfig:
+def config(executor: str = "simulated", parallel: ParallelConfig | None = None, **engine: object) -> WorkerConfig:
     sizes = {"block_size": 8, "kv_blocks": 66, "max_batch_tokens": 32, "max_running": 8, "threads": 1}
     return WorkerConfig(
         "w-0",
@@ -59,7 +59,7 @@ def config(executor: str = "modelled", parallel: ParallelConfig | None = None, *
 
 
 @asynccontextmanager
-async def modelled(cost: LinearCost = COST, **engine: Any) -> AsyncIterator[Worker]:
+async def simulated(cost: LinearCost = COST, **engine: Any) -> AsyncIterator[Worker]:
     async with running(build_worker(config(**engine), shared=SharedMemory(), cost=cost)) as worker:
         yield worker
 
@@ -98,15 +98,15 @@ async def test_steps_of_every_shape_are_timed_and_their_blocks_come_back(
             assert worker.engine.stats().free_blocks == worker.engine.stats().total_blocks
 
 
-async def test_a_modelled_worker_tells_what_its_cost_model_says() -> None:
-    async with modelled() as worker:
+async def test_a_simulated_worker_tells_what_its_cost_model_says() -> None:
+    async with simulated() as worker:
         for shape in SHAPES[:-1]:
             (seconds,) = (await worker.measure(shape, 1)).seconds
             assert seconds == pytest.approx(step_seconds(shape, COST))
 
 
 async def test_a_worker_with_work_is_not_measured() -> None:
-    async with modelled(LinearCost(0.05, 0.0, 0.0, 0.0, 0.0)) as worker:
+    async with simulated(LinearCost(0.05, 0.0, 0.0, 0.0, 0.0)) as worker:
         reader = await OutputsReader.open(worker, "")
         await worker.generate(request("busy", 20, max_tokens=8))
         with pytest.raises(Overloaded, match="idle"):
@@ -120,7 +120,7 @@ async def test_a_worker_with_work_is_not_measured() -> None:
 
 
 async def test_two_measurements_do_not_share_a_worker() -> None:
-    async with modelled(LinearCost(0.05, 0.0, 0.0, 0.0, 0.0)) as worker:
+    async with simulated(LinearCost(0.05, 0.0, 0.0, 0.0, 0.0)) as worker:
         first = asyncio.ensure_future(worker.measure(SHAPES[0], 2))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
@@ -129,7 +129,7 @@ async def test_two_measurements_do_not_share_a_worker() -> None:
 
 
 async def test_a_request_ends_the_measurement_and_gets_the_blocks() -> None:
-    async with modelled(LinearCost(0.02, 0.0, 0.0, 0.0, 0.0), kv_blocks=RESERVED_BLOCKS + 8) as worker:
+    async with simulated(LinearCost(0.02, 0.0, 0.0, 0.0, 0.0), kv_blocks=RESERVED_BLOCKS + 8) as worker:
         whole = Shape(((32, 32),))  # all blocks there are
         measuring = asyncio.ensure_future(worker.measure(whole, 256))
         async with asyncio.timeout(30.0):
@@ -144,7 +144,7 @@ async def test_a_request_ends_the_measurement_and_gets_the_blocks() -> None:
 
 
 async def test_who_asks_may_leave_in_the_middle() -> None:
-    async with modelled(LinearCost(0.02, 0.0, 0.0, 0.0, 0.0)) as worker:
+    async with simulated(LinearCost(0.02, 0.0, 0.0, 0.0, 0.0)) as worker:
         measuring = asyncio.ensure_future(worker.measure(SHAPES[0], 3))
         await asyncio.sleep(0.01)
         measuring.cancel()
@@ -183,7 +183,7 @@ async def test_closing_waits_for_the_step_and_begins_no_other() -> None:
     ],
 )
 async def test_what_no_step_can_be_is_refused(shape: Shape, repeats: int, what: str) -> None:
-    async with modelled() as worker:
+    async with simulated() as worker:
         with pytest.raises(InvalidRequest, match=what):
             await worker.measure(shape, repeats)
 
@@ -207,14 +207,14 @@ async def test_an_error_in_a_measurement_is_its_callers_and_the_worker_goes_on(e
     ],
 )
 async def test_a_measurement_of_any_size_asked_for_is_refused_at_once(shape: Shape) -> None:
-    async with modelled() as worker:
+    async with simulated() as worker:
         with pytest.raises(InvalidRequest):
             await worker.measure(shape, 1)
 
 
 def failing(error: Exception, times: int) -> ExecutorFactory:
     async def open_it(config: WorkerConfig, incarnation: str) -> Executor:
-        executor = open_modelled(config, modelled_facts(8), COST, incarnation, SharedMemory())
+        executor = open_simulated(config, simulated_facts(8), COST, incarnation, SharedMemory())
         well, left = executor.execute, iter(range(times))
 
         async def execute(plan: StepPlan) -> StepResult:

@@ -20,7 +20,7 @@ from tests.offline.profile.served import COST, served, spec
 from workers.config import ByteSize, CacheConfig
 from workers.costs import LinearCost
 from workers.profiles.fit import COEFFICIENTS, Point
-from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile, load, save
+from workers.profiles.measured import ClusterProfile, Interference, LinkProfile, PoolProfile, load, save
 from workers.profiles.profile_errors import ProfileError
 
 POINTS = (Point(Shape(((64, 0),)), 0.2, False), Point(Shape((), 4, 100), 0.05, True))
@@ -38,7 +38,7 @@ PROFILE = ClusterProfile(
     49152,
     POOLS,
     (LinkProfile("prefill", "decode", "tcp", 0.001, 2e9), LinkProfile("decode", "decode", "nixl", 0.003, 4e9)),
-    (Neighbours("prefill", "decode", 1.2),),
+    (Interference("prefill", "decode", 1.2),),
     46_080,
     0.004,
     {"prefill_queue": 0.001},
@@ -61,9 +61,12 @@ async def test_a_profile_has_the_cost_that_made_the_steps() -> None:
             assert pool.error.points and pool.error.greatest < 1e-3
         assert {pool.pool for pool in found.pools} == {"prefill", "decode"}
         assert [(link.owner, link.reader) for link in found.links] == [("prefill", "decode")]
-        assert {(each.pool, each.other) for each in found.neighbours} == {("prefill", "decode"), ("decode", "prefill")}
+        assert {(each.pool, each.other) for each in found.interference} == {
+            ("prefill", "decode"),
+            ("decode", "prefill"),
+        }
         assert found.kv_token_bytes == 30 * 3 * 64 * 2 * 4
-        assert found.lone_s["prefill_compute"] > 0.0
+        assert found.single_request_s["prefill_compute"] > 0.0
         for worker in runtime.workers.values():
             worker.engine.check()
             assert not worker.engine.has_work
@@ -79,7 +82,7 @@ async def test_an_engine_of_small_budgets_is_fitted_by_what_it_takes() -> None:
 async def test_a_worker_that_cannot_decode_a_crowd_is_measured_alone() -> None:
     async with served(spec(max_running=2)) as (client, _):
         overhead = await measure_overhead(client, "decode-0", 1000)
-        assert overhead.gap_s > 0.0 and overhead.gap_row_s == 0.0 and overhead.door_s > 0.0
+        assert overhead.gap_s > 0.0 and overhead.gap_row_s == 0.0 and overhead.frontend_s > 0.0
 
 
 async def test_requests_that_do_not_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +132,7 @@ async def test_a_worker_that_is_not_there_is_named_with_those_that_are() -> None
 
 
 @pytest.mark.full
-async def test_modelled_neighbours_do_not_slow_each_other() -> None:
+async def test_simulated_workers_do_not_slow_each_other() -> None:
     async with served(spec(), LinearCost(0.01, 0.0, 0.0, 0.0, 0.0)) as (client, _):
         one, other = (await client.status()).view.workers
         found = await measure_slowdown(client, one, other, False, 1000)
@@ -153,8 +156,8 @@ async def test_answers_that_fail_end_the_measurement() -> None:
 
 
 def test_a_pools_two_workers_are_as_slow_as_the_slower() -> None:
-    found = [Neighbours("a", "a", 1.1), Neighbours("a", "a", 1.3), Neighbours("a", "b", 1.0)]
-    assert list(module._worst(found)) == [Neighbours("a", "a", 1.3), Neighbours("a", "b", 1.0)]
+    found = [Interference("a", "a", 1.1), Interference("a", "a", 1.3), Interference("a", "b", 1.0)]
+    assert list(module._worst(found)) == [Interference("a", "a", 1.3), Interference("a", "b", 1.0)]
 
 
 # ---- the file ----------------------------------------------------------------------------------------------------
@@ -162,8 +165,10 @@ def test_a_pools_two_workers_are_as_slow_as_the_slower() -> None:
 
 def test_single_requests_say_how_much_longer_a_prompt_takes_on_an_idle_worker() -> None:
     step_s = PROFILE.pool("prefill").served.prefill_seconds(64)
-    assert replace(PROFILE, lone_s={"prefill_compute": 1.2 * step_s}).idle_ratio("prefill") == pytest.approx(1.2)
-    assert replace(PROFILE, lone_s={"prefill_compute": 0.9 * step_s}).idle_ratio("prefill") == 1.0
+    assert replace(PROFILE, single_request_s={"prefill_compute": 1.2 * step_s}).idle_ratio("prefill") == pytest.approx(
+        1.2
+    )
+    assert replace(PROFILE, single_request_s={"prefill_compute": 0.9 * step_s}).idle_ratio("prefill") == 1.0
     assert PROFILE.idle_ratio("prefill") == 1.0  # a profile without them
 
 

@@ -33,7 +33,7 @@ from cluster.offline.sim.fleet import environment_of, measured_models
 from cluster.offline.sim.run import RunOptions, simulate
 from cluster.spec import ClusterSpec
 from workers.costs import LinearCost
-from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile
+from workers.profiles.measured import ClusterProfile, Interference, LinkProfile, PoolProfile
 from workers.profiles.profile_errors import ProfileError
 
 COST = LinearCost(0.03, 0.003, 5e-7, 0.003, 5e-6)
@@ -45,7 +45,7 @@ def profile_of(spec: ClusterSpec, cost: LinearCost = COST, ratio: float = 1.2, c
         spec.name, "m", "2026-01-02T00:00:00+00:00", "2 cores", "python 3", 8192, 49152,
         tuple(PoolProfile(name, 1, 1, cost, gap_s=0.002, call_s=call_s) for name in names),
         (LinkProfile("prefill", "decode", "nixl", 0.001, 1e9),) if len(names) > 1 else (),
-        tuple(Neighbours(one, other, ratio) for one in names for other in names if one != other),
+        tuple(Interference(one, other, ratio) for one in names for other in names if one != other),
         46_080,
         0.005,
     )  # fmt: skip
@@ -135,11 +135,11 @@ def test_a_second_run_of_the_same_requests_is_counted_beside_the_simulator(tmp_p
 
 def test_every_part_of_the_profile_reaches_the_simulation() -> None:
     plain = profile_of(SPLIT, ratio=1.0, call_s=0.0)
-    plain = replace(plain, door_s=0.0)
+    plain = replace(plain, frontend_s=0.0)
     base = figures(ran(SPLIT, plain), slo_for(plain, SPLIT))
     assert base.ttft_s is not None and base.tpot_s is not None
     for changed in (
-        replace(plain, door_s=0.1),
+        replace(plain, frontend_s=0.1),
         profile_of(SPLIT, ratio=1.0, call_s=0.1),
         profile_of(SPLIT, ratio=1.5, call_s=0.0),
         replace(plain, pools=tuple(replace(pool, gap_s=0.05) for pool in plain.pools)),

@@ -19,7 +19,7 @@ def split(prefills: int = 1, decodes: int = 1, *, engine: EngineConfig = ENGINE,
         PoolSpec("prefill", Role.PREFILL, prefills, engine=engine),
         PoolSpec("decode", Role.DECODE, decodes, engine=engine),
     )
-    return ClusterSpec("a-model", pools, gateway=GatewaySpec(replicas=gateways), health=HEALTH, executor="modelled")
+    return ClusterSpec("a-model", pools, gateway=GatewaySpec(replicas=gateways), health=HEALTH, executor="simulated")
 
 
 def colocated(workers: int = 1, *, engine: EngineConfig = ENGINE) -> ClusterSpec:

@@ -1,4 +1,4 @@
-"""The remote server of modelled workers: what they share, what its network takes, what a simulated cluster finds."""
+"""The remote server of simulated workers: what they share, what its network takes, what a simulated cluster finds."""
 
 import asyncio
 from dataclasses import replace
@@ -11,9 +11,9 @@ from cluster.offline.sim.run import simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import ClusterSpec
 from tests.offline.sim.cases import BLOCK_BYTES, ENGINE, colocated, models
-from tests.offline.sim.test_modelled_disk import virtual
+from tests.offline.sim.test_simulated_disk import virtual
 from workers.config import ByteSize, CacheConfig, RemoteCacheConfig
-from workers.executor.modelled_remote import ROUND_TRIP_S, ModelledRemote, ModelledRemoteServer
+from workers.executor.simulated_remote import ROUND_TRIP_S, SimulatedRemote, SimulatedRemoteServer
 
 HASHES = [b"%016d" % number for number in range(64)]
 
@@ -22,12 +22,12 @@ class Clients:
     """Workers of one server, to which a block takes a second, in each direction. `content`: in their host blocks."""
 
     def __init__(self, *keys: str, blocks: int = 32) -> None:
-        server = ModelledRemoteServer(100 * blocks, 100)
+        server = SimulatedRemoteServer(100 * blocks, 100)
         self.content: list[dict[int, object]] = [{} for _ in keys]
         self.gone: list[list[bytes]] = [[] for _ in keys]
         self.added: list[list[tuple[bytes, int]]] = [[] for _ in keys]
         self.each = [
-            ModelledRemote(server, key, 100, self.content[place], lambda: None) for place, key in enumerate(keys)
+            SimulatedRemote(server, key, 100, self.content[place], lambda: None) for place, key in enumerate(keys)
         ]
         for place, client in enumerate(self.each):
             client.watch(partial(self._add, place), self.gone[place].append)

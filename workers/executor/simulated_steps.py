@@ -1,4 +1,4 @@
-"""Steps that decode the same sequences, one token each, by a modelled executor: their times are known beforehand."""
+"""Steps that decode the same sequences, one token each, by a simulated executor: their times are known beforehand."""
 
 import asyncio
 import zlib
@@ -18,8 +18,8 @@ as many as now). Called when they have ended.
 Finish = Callable[[StepPlan, int, float, float, float], StepResult]  # plan, number, begin, end, seconds
 
 
-class ModelledSteps:
-    """`RunningDecodes` of a modelled executor with one stage, which begins at `begin_s`.
+class SimulatedSteps:
+    """`RunningDecodes` of a simulated executor with one stage, which begins at `begin_s`.
 
     `lent_s`: by which attention for borrowers delays the first step. `observe` gets each step but the last, `finish`
     makes the result of the last one, whose number `last` knows.
@@ -60,7 +60,7 @@ class ModelledSteps:
             self._observe(self._plan, self.seconds[first:stop], self.ends_s[first:stop], used)
 
     def sample(self, key: str, position: int, count: int) -> list[int]:
-        return modelled_tokens(key, position, count, self._vocab_size, self._never)
+        return simulated_tokens(key, position, count, self._vocab_size, self._never)
 
     def shorten(self, count: int) -> None:
         del self.seconds[count:], self.ends_s[count:], self._times_s[count + 1 :]
@@ -77,12 +77,12 @@ class ModelledSteps:
             self.result.set_exception(error)
 
 
-def modelled_tokens(
+def simulated_tokens(
     key: str, position: int, count: int, vocab_size: int, never: frozenset[int] = frozenset()
 ) -> list[int]:
-    """The tokens that a modelled worker samples from `position` of the sequence on; the same in every attempt.
+    """The tokens that a simulated worker samples from `position` of the sequence on; the same in every attempt.
 
-    Skips the tokens in `never` (the end tokens, so that a modelled answer ends by its length).
+    Skips the tokens in `never` (the end tokens, so that a simulated answer ends by its length).
     """
     first = zlib.crc32(key.partition("/")[0].encode()) + 7919 * position
     tokens = [each % vocab_size for each in range(first, first + 7919 * count, 7919)]

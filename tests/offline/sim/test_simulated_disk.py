@@ -1,4 +1,4 @@
-"""The disk of a modelled worker: simulated seconds, deadlines, and what a simulated cluster finds on it."""
+"""The disk of a simulated worker: simulated seconds, deadlines, and what a simulated cluster finds on it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,24 +11,24 @@ from cluster.offline.sim.clock import run
 from cluster.offline.sim.run import simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
 from tests.offline.sim.cases import ENGINE, colocated, models, tiered
-from workers.executor.modelled_disk import ModelledDisk
+from workers.executor.simulated_disk import SimulatedDisk
 
 HASHES = [b"%016d" % number for number in range(64)]
 
 
-def disk(slots: int = 32, host: dict[int, object] | None = None) -> ModelledDisk:
+def disk(slots: int = 32, host: dict[int, object] | None = None) -> SimulatedDisk:
     """A block takes each of 4 readers a second, and each of 2 writers half a second."""
-    return ModelledDisk(100 * slots, 100, 400, {} if host is None else host, lambda: None)
+    return SimulatedDisk(100 * slots, 100, 400, {} if host is None else host, lambda: None)
 
 
-async def write(subject: ModelledDisk, *hashes: bytes) -> list[bool]:
+async def write(subject: SimulatedDisk, *hashes: bytes) -> list[bool]:
     done = [asyncio.get_running_loop().create_future() for _ in hashes]
     for place, block_hash in enumerate(hashes):
         subject.write(block_hash, None, place, done[place].set_result)
     return await asyncio.gather(*done)
 
 
-async def read(subject: ModelledDisk, *hashes: bytes, timeout_s: float = 10.0) -> list[tuple[bool, float]]:
+async def read(subject: SimulatedDisk, *hashes: bytes, timeout_s: float = 10.0) -> list[tuple[bool, float]]:
     done = [asyncio.get_running_loop().create_future() for _ in hashes]
     for place, block_hash in enumerate(hashes):
         subject.read(block_hash, place, timeout_s, lambda *result, place=place: done[place].set_result(result))

@@ -90,7 +90,7 @@ def test_a_token_takes_longer_by_the_wait_that_its_own_attention_does_not_hide(
     pool: int, held: float, times: float
 ) -> None:
     """`pool`: tokens of the borrower; `held`: at the lender, of the KV. When nothing was computed during a wait, real
-    workers took 1.64 to 1.75 times as long, and modelled ones too.
+    workers took 1.64 to 1.75 times as long, and simulated ones too.
     """
 
     async def main() -> tuple[float, float, float]:
@@ -107,8 +107,8 @@ def test_a_token_takes_longer_by_the_wait_that_its_own_attention_does_not_hide(
 
 async def _open(stack: AsyncExitStack, name: str, num_tokens: int) -> Worker:
     engine = EngineConfig(kv_blocks=num_tokens // BLOCK, block_size=BLOCK, max_batch_tokens=128)
-    transfer = TransferConfig(backends=("modelled",), digest=False)
-    config = WorkerConfig(name, name, "m", engine, transfer=transfer, executor="modelled", secret="s", cost=MEASURED)
+    transfer = TransferConfig(backends=("simulated",), digest=False)
+    config = WorkerConfig(name, name, "m", engine, transfer=transfer, executor="simulated", secret="s", cost=MEASURED)
     server = build_worker(config)
     stack.push_async_callback(server.close)
     return await server.open()

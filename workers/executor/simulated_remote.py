@@ -1,4 +1,4 @@
-"""A server of KV blocks for modelled workers, which share its memory and its network: real hashes, simulated seconds.
+"""A server of KV blocks for simulated workers, which share its memory and its network: real hashes, simulated seconds.
 
 Each direction of its network sends one block after another, for all workers together. Empty at the start.
 """
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from workers.engine.kv_event_log import Tier
-from workers.executor.modelled_disk import ModelledJobs
+from workers.executor.simulated_disk import SimulatedJobs
 from workers.kv_store.io_threads import MAX_READS, MAX_WRITES, READ_THREADS, WRITE_THREADS
 from workers.kv_store.known_blocks import KnownBlocks
 from workers.kv_store.kv_store import WRITE_TIMEOUT_S
@@ -40,7 +40,7 @@ class _Direction:
         return end_s + ROUND_TRIP_S
 
 
-class ModelledRemoteServer:
+class SimulatedRemoteServer:
     """Shared by the workers of a simulation. It keeps `size_bytes` of KV: the least recently used leaves.
 
     `speed`: bytes per second in each direction.
@@ -70,8 +70,8 @@ class ModelledRemoteServer:
         self._free_bytes += 0 if block is None else block.num_bytes
 
 
-class ModelledRemote:
-    """A `BlockStore`. Owned by a ModelledExecutor, which closes it.
+class SimulatedRemote:
+    """A `BlockStore`. Owned by a SimulatedExecutor, which closes it.
 
     `shared_as`: what the keys of its blocks begin with. `host`: what is in host blocks, if the executor knows it.
     """
@@ -80,7 +80,7 @@ class ModelledRemote:
 
     def __init__(
         self,
-        server: ModelledRemoteServer,
+        server: SimulatedRemoteServer,
         shared_as: str,
         block_bytes: int,
         host: dict[int, Any],
@@ -90,9 +90,9 @@ class ModelledRemote:
         self.read_byte_s = server.read_byte_s
         self._server = server
         self._block_bytes = block_bytes
-        self._asks = ModelledJobs(MAX_READS, lambda now_s, deadline_s: now_s + ROUND_TRIP_S)
-        self._reads = ModelledJobs(READ_THREADS + MAX_READS, partial(server.sends.end_s, block_bytes))
-        self._writes = ModelledJobs(WRITE_THREADS + MAX_WRITES, partial(server.receives.end_s, block_bytes))
+        self._asks = SimulatedJobs(MAX_READS, lambda now_s, deadline_s: now_s + ROUND_TRIP_S)
+        self._reads = SimulatedJobs(READ_THREADS + MAX_READS, partial(server.sends.end_s, block_bytes))
+        self._writes = SimulatedJobs(WRITE_THREADS + MAX_WRITES, partial(server.receives.end_s, block_bytes))
         self._host = host
         self._changed = changed
         self._known = KnownBlocks()

@@ -18,8 +18,8 @@ from workers.engine.engine_loop import EngineLoop
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import ELSEWHERE, Chunk, Draw, RemoteKV, StepPlan, StepResult
-from workers.executor.modelled import ModelledExecutor, modelled_facts, modelled_token, open_modelled
-from workers.executor.modelled_lending import SMOLLM2_CALLS
+from workers.executor.simulated import SimulatedExecutor, open_simulated, simulated_facts, simulated_token
+from workers.executor.simulated_lending import SMOLLM2_CALLS
 from workers.request import Request, SamplingParams, TokensOut
 
 T = TypeVar("T")
@@ -44,18 +44,18 @@ def open_one(
     stages: int = 1,
     kv_blocks: int = 16,
     cost: CostModel = COST,
-) -> ModelledExecutor:
+) -> SimulatedExecutor:
     config = WorkerConfig(
         name,
         "pool",
-        "modelled",
+        "simulated",
         EngineConfig(kv_blocks=kv_blocks, block_size=4, max_batch_tokens=64),
         ParallelConfig(pipeline=stages),
         transfer=TransferConfig(backends=(backend,), host="127.0.0.1"),
-        executor="modelled",
+        executor="simulated",
         secret="s",
     )
-    return open_modelled(config, modelled_facts(block_size=4), cost, f"{name}-1", shared)
+    return open_simulated(config, simulated_facts(block_size=4), cost, f"{name}-1", shared)
 
 
 def plan(tokens: tuple[int, ...] = tuple(range(10)), blocks: tuple[int, ...] = (3, 4, 5)) -> StepPlan:
@@ -67,7 +67,7 @@ def slots(blocks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(zip(blocks, (4, 4, 2), strict=True))
 
 
-def order(owner: ModelledExecutor, digests: tuple[tuple[bytes, ...], ...], targets: tuple[int, ...]) -> PullOrder:
+def order(owner: SimulatedExecutor, digests: tuple[tuple[bytes, ...], ...], targets: tuple[int, ...]) -> PullOrder:
     layout = owner.facts.layout
     piece = Piece(0, layout.heads, layout.layers)
     checks = ((piece, combine(digests[0], layout, piece)),)
@@ -76,7 +76,7 @@ def order(owner: ModelledExecutor, digests: tuple[tuple[bytes, ...], ...], targe
 
 def test_a_step_takes_what_the_cost_model_says_and_no_real_time() -> None:
     async def main() -> Any:
-        executor = open_one("w", "modelled")
+        executor = open_one("w", "simulated")
         before = threading.active_count()
         result = await executor.execute(plan())
         assert threading.active_count() == before
@@ -85,32 +85,32 @@ def test_a_step_takes_what_the_cost_model_says_and_no_real_time() -> None:
 
     result, seconds = run_virtually(main())
     assert seconds == pytest.approx(COST.prefill_seconds(10)) == result.seconds
-    assert result.tokens == (modelled_token("a/0", 10, 1000, (0,)),)
+    assert result.tokens == (simulated_token("a/0", 10, 1000, (0,)),)
 
 
 def test_swapped_blocks_take_their_time_each_way() -> None:
     async def main() -> Any:
-        executor = open_one("w", "modelled", cost=LinearCost(swap_byte_s=1e-6))
+        executor = open_one("w", "simulated", cost=LinearCost(swap_byte_s=1e-6))
         swapping = StepPlan(1, plan().chunks, swap_out=((6, 0), (7, 1)), swap_in=((2, 8),))
         result = await executor.execute(swapping)
         await executor.close()
         return result
 
     result, seconds = run_virtually(main())
-    num_bytes = 3 * modelled_facts(block_size=4).layout.block_bytes
+    num_bytes = 3 * simulated_facts(block_size=4).layout.block_bytes
     assert seconds == pytest.approx(COST.prefill_seconds(10) + num_bytes * 1e-6) == result.seconds
 
 
-def test_a_pull_takes_modelled_time_on_the_virtual_clock() -> None:
+def test_a_pull_takes_simulated_time_on_the_virtual_clock() -> None:
     async def main() -> float:
-        owner, reader = open_one("owner", "modelled"), open_one("reader", "modelled")
+        owner, reader = open_one("owner", "simulated"), open_one("reader", "simulated")
         digests = (await owner.execute(plan())).digests
         await reader.connect(PeerAddress("owner", "owner-1", "h", 0, owner.shards()))
         begun = asyncio.get_running_loop().time()
         await reader.pull(order(owner, digests, (6, 7, 8))).done
         return asyncio.get_running_loop().time() - begun
 
-    num_bytes = 3 * modelled_facts(block_size=4).layout.block_bytes
+    num_bytes = 3 * simulated_facts(block_size=4).layout.block_bytes
     seconds, _ = run_virtually(main())
     assert seconds == pytest.approx(COST.transfer_seconds(num_bytes))
 
@@ -141,10 +141,10 @@ async def test_digests_follow_tokens_and_positions() -> None:
 
 
 def test_tokens_survive_an_attempt_and_pass_over_what_is_barred() -> None:
-    token = modelled_token("request/0", 17, 1000)
-    assert modelled_token("request/3", 17, 1000) == token
-    assert modelled_token("request/0", 17, 1000, (token, token + 1)) == token + 2
-    assert len({modelled_token("request/0", position, 1000) for position in range(100)}) == 100
+    token = simulated_token("request/0", 17, 1000)
+    assert simulated_token("request/3", 17, 1000) == token
+    assert simulated_token("request/0", 17, 1000, (token, token + 1)) == token + 2
+    assert len({simulated_token("request/0", position, 1000) for position in range(100)}) == 100
 
 
 def test_a_mixed_step_costs_its_parts() -> None:
@@ -175,7 +175,7 @@ def test_plans_pass_the_stages_in_their_order_each_stage_on_one_at_a_time(stages
     ended: list[int] = []
 
     async def main() -> float:
-        executor = open_one("w", "modelled", stages=stages)
+        executor = open_one("w", "simulated", stages=stages)
         plans = [StepPlan(number, plan().chunks) for number in range(1, 9)]
         running = [asyncio.ensure_future(executor.execute(each)) for each in plans]
         for each in running:
@@ -194,7 +194,7 @@ def test_plans_without_any_cost_still_end_in_their_order() -> None:
     ended: list[int] = []
 
     async def main() -> None:
-        executor = open_one("w", "modelled", stages=3, cost=LinearCost(0.0, 0.0, 0.0, 0.0, 0.0))
+        executor = open_one("w", "simulated", stages=3, cost=LinearCost(0.0, 0.0, 0.0, 0.0, 0.0))
         running = [asyncio.ensure_future(executor.execute(StepPlan(number, plan().chunks))) for number in range(9)]
         for each in running:
             each.add_done_callback(lambda task: ended.append(task.result().number))
@@ -208,7 +208,7 @@ def serve(stages: int, count: int, cost: CostModel) -> tuple[float, float]:
     """Virtual seconds for `count` prompts of 40 tokens with answers of 32 through engine and pump, and the bubble."""
 
     async def main() -> float:
-        executor = open_one("w", "modelled", stages=stages, kv_blocks=400, cost=cost)
+        executor = open_one("w", "simulated", stages=stages, kv_blocks=400, cost=cost)
         loop, open_answers, ended = asyncio.get_running_loop(), count, asyncio.Event()
 
         def deliver(outputs: list[EngineOutput]) -> None:
@@ -259,7 +259,7 @@ def remote_plan(number: int, num_keys: int) -> StepPlan:
 
 def test_a_step_waits_for_its_lender_in_each_layer() -> None:
     async def main() -> tuple[float, float]:
-        borrower, lender = open_one("borrower", "modelled"), open_one("lender", "modelled")
+        borrower, lender = open_one("borrower", "simulated"), open_one("lender", "simulated")
 
         async def attend(span: RemoteKV, query: SpanQuery) -> bytes:
             return await lender.attend(tuple(range(span.num_blocks)), query)
@@ -283,7 +283,7 @@ def test_a_lender_attends_in_the_order_of_the_calls_and_its_steps_take_longer() 
     attention_s = 1024 * COST.decode_context_s
 
     async def main() -> tuple[float, float]:
-        lender = open_one("lender", "modelled")
+        lender = open_one("lender", "simulated")
         step = asyncio.ensure_future(lender.execute(plan()))
         await asyncio.sleep(0)
         begun_s = asyncio.get_running_loop().time()
@@ -310,7 +310,7 @@ def test_a_lender_that_is_lost_loses_the_chunk_and_no_other() -> None:
         return b""
 
     async def main(attend: RemoteAttend) -> StepResult:
-        executor = open_one("w", "modelled")
+        executor = open_one("w", "simulated")
         executor.borrow(attend)
         chunks = (*remote_plan(1, 128).chunks, Chunk("b/0", (1,), 9, (6, 7, 8), DRAW))
         result = await executor.execute(StepPlan(1, chunks))

@@ -1,4 +1,4 @@
-"""A disk of a modelled worker: a real slot index with real hashes, simulated seconds, no bytes. Empty at each start.
+"""A disk of a simulated worker: a real slot index with real hashes, simulated seconds, no bytes. Empty at each start.
 
 Each thread reads or writes one block at a time, with its share of the disk's speed. Reads and writes do not slow each
 other down. Queues and deadlines are those of a `KVStore`.
@@ -17,7 +17,7 @@ from workers.kv_store.slot_index import SlotIndex
 from workers.stats import TierStats
 
 
-class ModelledJobs:
+class SimulatedJobs:
     """At most `most` at once. `end_s(now, deadline)`: when a job that begins now ends."""
 
     def __init__(self, most: int, end_s: Callable[[float, float], float]) -> None:
@@ -68,8 +68,8 @@ class _Threads:
         return begin_s + self._seconds
 
 
-class ModelledDisk:
-    """A `BlockStore`. Owned by a ModelledExecutor, which closes it.
+class SimulatedDisk:
+    """A `BlockStore`. Owned by a SimulatedExecutor, which closes it.
 
     `speed`: bytes per second, of all threads together. `host`: what is in host blocks, if the executor knows it.
     """
@@ -84,8 +84,8 @@ class ModelledDisk:
         self._block_bytes = block_bytes
         self._index = SlotIndex(size_bytes // block_bytes)
         readers, writers = (_Threads(count, count * block_bytes / speed) for count in (READ_THREADS, WRITE_THREADS))
-        self._readers = ModelledJobs(READ_THREADS + MAX_READS, readers.end_s)
-        self._writers = ModelledJobs(WRITE_THREADS + MAX_WRITES, writers.end_s)
+        self._readers = SimulatedJobs(READ_THREADS + MAX_READS, readers.end_s)
+        self._writers = SimulatedJobs(WRITE_THREADS + MAX_WRITES, writers.end_s)
         self._host = host
         self._content: dict[bytes, Any] = {}  # of blocks, where `host` has it
         self._changed = changed

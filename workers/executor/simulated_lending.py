@@ -80,8 +80,8 @@ async def ask_lenders(
     return tuple(index for index, is_there in zip(borrowing, answered, strict=True) if not is_there)
 
 
-class ModelledLender:
-    """Attends in the order of the calls, beside the steps of its device. Owned by a ModelledExecutor.
+class SimulatedLender:
+    """Attends in the order of the calls, beside the steps of its device. Owned by a SimulatedExecutor.
 
     `is_busy`: whether a step runs. It shares the device with the attention, so the next step takes longer by that.
     """

@@ -1,6 +1,6 @@
 """An executor that sleeps instead of computing: a cost model gives the seconds, a formula the tokens.
 
-Knows costs, plans and transports; needs no model and no torch. With the modelled transport it starts no thread and
+Knows costs, plans and transports; needs no model and no torch. With the simulated transport it starts no thread and
 touches no memory, so a whole cluster runs under a virtual clock. With a transport that moves bytes it fills its blocks
 with a pattern computed from the tokens, so that digests and copies can be checked.
 """
@@ -30,23 +30,23 @@ from workers.engine.executor import ModelFacts, RemoteAttend, RunningDecodes, Sp
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.executor.bubble import BubbleMeter
 from workers.executor.kv_sizing import blocks_in_use, host_cache_blocks
-from workers.executor.modelled_disk import ModelledDisk
-from workers.executor.modelled_lending import SMOLLM2_CALLS as SMOLLM2_CALLS
-from workers.executor.modelled_lending import AttentionCalls as AttentionCalls
-from workers.executor.modelled_lending import ModelledLender, ask_lenders, attention_of, local_part
-from workers.executor.modelled_remote import ModelledRemote
-from workers.executor.modelled_remote import ModelledRemoteServer as ModelledRemoteServer
-from workers.executor.modelled_steps import ModelledSteps, modelled_tokens
-from workers.executor.modelled_steps import Observe as Observe
+from workers.executor.simulated_disk import SimulatedDisk
+from workers.executor.simulated_lending import SMOLLM2_CALLS as SMOLLM2_CALLS
+from workers.executor.simulated_lending import AttentionCalls as AttentionCalls
+from workers.executor.simulated_lending import SimulatedLender, ask_lenders, attention_of, local_part
+from workers.executor.simulated_remote import SimulatedRemote
+from workers.executor.simulated_remote import SimulatedRemoteServer as SimulatedRemoteServer
+from workers.executor.simulated_steps import Observe as Observe
+from workers.executor.simulated_steps import SimulatedSteps, simulated_tokens
 from workers.request import Adapter, Grammar, TokenLogprobs
 
 
-def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, ...] = ()) -> int:
-    """The token that a modelled worker samples at `position` of the sequence; the same in every attempt of a request.
+def simulated_token(key: str, position: int, vocab_size: int, never: tuple[int, ...] = ()) -> int:
+    """The token that a simulated worker samples at `position` of the sequence; the same in every attempt of a request.
 
-    Skips the tokens in `never` (the end tokens, so that a modelled answer ends by its length).
+    Skips the tokens in `never` (the end tokens, so that a simulated answer ends by its length).
     """
-    return modelled_tokens(key, position, 1, vocab_size, frozenset(never))[0]
+    return simulated_tokens(key, position, 1, vocab_size, frozenset(never))[0]
 
 
 CERTAIN = TokenLogprobs(chosen=0.0)
@@ -56,8 +56,8 @@ Pace = Callable[[float, bool], Awaitable[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Modelled:
-    """The model sizes of a modelled worker; the defaults are SmolLM2-135M's KV.
+class SimulatedModel:
+    """The model sizes of a simulated worker; the defaults are SmolLM2-135M's KV.
 
     `calls`: to a lender, for a step. `servers`: remote servers of KV by URL, which workers that are to share them get
     together. `observe` is called with every step. A step of prompts takes `idle_ratio` times as long after `IDLE_S`
@@ -72,17 +72,17 @@ class Modelled:
     context_length: int = 4096
     vocab_size: int = 1000
     calls: AttentionCalls = SMOLLM2_CALLS
-    servers: dict[str, ModelledRemoteServer] = field(default_factory=dict)
+    servers: dict[str, SimulatedRemoteServer] = field(default_factory=dict)
     observe: Observe | None = None
     pace: Pace | None = None
     multi_step: bool = False
     idle_ratio: float = 1.0
 
 
-def modelled_facts(block_size: int = 16, model: Modelled | None = None) -> ModelFacts:
+def simulated_facts(block_size: int = 16, model: SimulatedModel | None = None) -> ModelFacts:
     """Facts of a model without weights; its KV takes 16 bytes per token unless `model` is given."""
-    sizes = model or Modelled(num_layers=1, num_kv_heads=1, head_dim=2)
-    layout = KVLayout("modelled", sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, block_size, dtype=sizes.dtype)
+    sizes = model or SimulatedModel(num_layers=1, num_kv_heads=1, head_dim=2)
+    layout = KVLayout("simulated", sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, block_size, dtype=sizes.dtype)
     return ModelFacts(
         vocab_size=sizes.vocab_size,
         context_length=sizes.context_length,
@@ -102,7 +102,7 @@ class _Running:
     result: "asyncio.Future[StepResult]"
 
 
-class ModelledExecutor:
+class SimulatedExecutor:
     """`Executor` by arithmetic. Without `fill` it writes nothing, and digests are zeros that are never compared.
 
     Each of the `depth` stages takes an equal part of a plan's seconds and processes one plan at a time, in order.
@@ -116,7 +116,7 @@ class ModelledExecutor:
         cost: CostModel,
         transports: TransportSet,
         region: Region,
-        model: Modelled,
+        model: SimulatedModel,
         *,
         fill: bool,
         cache: CacheConfig,
@@ -127,10 +127,10 @@ class ModelledExecutor:
         self.execute_decodes = self._execute_decodes if has_multi_step else None
         self._model = model
         self._attend: RemoteAttend | None = None
-        self._lender = ModelledLender(cost, self._is_busy)
-        self._decodes: ModelledSteps | None = None  # the latest
+        self._lender = SimulatedLender(cost, self._is_busy)
+        self._decodes: SimulatedSteps | None = None  # the latest
         self._cache = cache
-        self._stores: tuple[ModelledDisk | ModelledRemote, ...] = ()
+        self._stores: tuple[SimulatedDisk | SimulatedRemote, ...] = ()
         self._last_s = -inf  # end of the latest step
         self.facts = facts
         self._cost = cost
@@ -149,7 +149,7 @@ class ModelledExecutor:
         return self._bubble.share
 
     async def prepare(self, grammar: Grammar) -> None:
-        """Nothing: modelled tokens have no text, so they match no grammar."""
+        """Nothing: simulated tokens have no text, so they match no grammar."""
 
     async def load_adapter(self, adapter: Adapter, drop: tuple[str, ...]) -> None:
         """Nothing: it costs no time here."""
@@ -195,7 +195,7 @@ class ModelledExecutor:
         return self._compute(plan, begin_s, asyncio.get_running_loop().time(), seconds)
 
     def _execute_decodes(self, plan: StepPlan, count: int, last: Callable[[], int]) -> RunningDecodes:
-        self._decodes = ModelledSteps(
+        self._decodes = SimulatedSteps(
             plan,
             count,
             asyncio.get_running_loop().time(),
@@ -258,15 +258,15 @@ class ModelledExecutor:
         return time.monotonic_ns()
 
     def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:
-        """The modelled disk and server, as far as `cache` has them."""
+        """The simulated disk and server, as far as `cache` has them."""
         disk, remote, layout = self._cache.disk, self._cache.remote, self._region.layout
         host = {} if self._pattern is None else self._pattern.host
-        stores: list[ModelledDisk | ModelledRemote] = []
+        stores: list[SimulatedDisk | SimulatedRemote] = []
         if disk is not None:
-            stores.append(ModelledDisk(disk.size, layout.block_bytes, disk.speed, host, changed))
+            stores.append(SimulatedDisk(disk.size, layout.block_bytes, disk.speed, host, changed))
         if remote is not None:
-            server = self._model.servers.setdefault(remote.url, ModelledRemoteServer(remote.size, remote.speed))
-            stores.append(ModelledRemote(server, f"{remote.url} {layout}", layout.block_bytes, host, changed))
+            server = self._model.servers.setdefault(remote.url, SimulatedRemoteServer(remote.size, remote.speed))
+            stores.append(SimulatedRemote(server, f"{remote.url} {layout}", layout.block_bytes, host, changed))
         self._stores = tuple(stores)
         return self._stores
 
@@ -309,27 +309,27 @@ class ModelledExecutor:
         if chunk.draw is None:
             return None
         never = self.facts.eos_token_ids + chunk.draw.banned
-        return modelled_token(chunk.key, chunk.draw.position, self.facts.vocab_size, never)
+        return simulated_token(chunk.key, chunk.draw.position, self.facts.vocab_size, never)
 
 
-def open_modelled(
+def open_simulated(
     config: WorkerConfig,
     facts: ModelFacts,
     cost: CostModel,
     incarnation: str,
     shared: SharedMemory | None = None,
-    model: Modelled | None = None,
-) -> ModelledExecutor:
-    """A modelled executor with real transports over a small real pool, or with the modelled transport.
+    model: SimulatedModel | None = None,
+) -> SimulatedExecutor:
+    """A simulated executor with real transports over a small real pool, or with the simulated transport.
 
     Sizes are those of `facts`, and all else is as in `model`.
     """
     if facts.layout.block_size != config.engine.block_size:
         raise ValueError(
-            f"{config.name}: engine.block_size is {config.engine.block_size}, the modelled KV has "
+            f"{config.name}: engine.block_size is {config.engine.block_size}, the simulated KV has "
             f"{facts.layout.block_size} tokens a block"
         )
-    fill = "modelled" not in config.transfer.backends
+    fill = "simulated" not in config.transfer.backends
     kv_blocks = config.engine.kv_blocks or RESERVED_BLOCKS + blocks_in_use(config.engine, facts.context_length)
     host_blocks = host_cache_blocks(config.cache, facts.layout.block_bytes)
     facts = replace(facts, kv_blocks=kv_blocks, host_cache_blocks=host_blocks)
@@ -345,12 +345,12 @@ def open_modelled(
         shared=shared,
         model=LinkModel(cost.transfer_latency_s, 1 / max(cost.transfer_byte_s, 1e-15)),
     )
-    return ModelledExecutor(
+    return SimulatedExecutor(
         facts,
         cost,
         transports,
         region,
-        model or Modelled(),
+        model or SimulatedModel(),
         fill=fill,
         depth=config.parallel.pipeline,
         cache=config.cache,

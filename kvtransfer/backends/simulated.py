@@ -33,13 +33,13 @@ class _Wire:
     free_s: float = 0.0
 
 
-class ModelledTransport:
-    """`Transport` whose reads take modelled seconds. At the deadline a read stops and settles at once.
+class SimulatedTransport:
+    """`Transport` whose reads take simulated seconds. At the deadline a read stops and settles at once.
 
     A stopped read still occupies the link: later reads end no earlier.
     """
 
-    name = "modelled"
+    name = "simulated"
 
     def __init__(self, region: Region, model: LinkModel) -> None:
         self._region = region
@@ -48,7 +48,7 @@ class ModelledTransport:
         self._pending: dict[PendingRead, asyncio.TimerHandle] = {}
 
     def address(self) -> bytes:
-        return b"modelled"
+        return b"simulated"
 
     async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
         if self._model.latency_s > deadline_s:
@@ -56,7 +56,7 @@ class ModelledTransport:
             raise TransferTimeout(f"{peer} did not answer within {deadline_s} s")
         await asyncio.sleep(self._model.latency_s)
         self._wires.setdefault(peer, _Wire(shard.num_blocks * shard.layout.block_bytes))
-        return f"modelled ({self._model.latency_s * 1e6:.0f} us, {self._model.bytes_per_s / 1e9:.2f} GB/s)"
+        return f"simulated ({self._model.latency_s * 1e6:.0f} us, {self._model.bytes_per_s / 1e9:.2f} GB/s)"
 
     def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
         pending = PendingRead(peer, copies, deadline_s, overdue=self._stop)

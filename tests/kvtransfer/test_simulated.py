@@ -1,4 +1,4 @@
-"""The modelled transport spends virtual time, and nothing else."""
+"""The simulated transport spends virtual time, and nothing else."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -21,7 +21,7 @@ def run(story: Callable[[TransportSet], Coroutine[Any, Any, float]]) -> float:
 
     async def run() -> float:
         region = Region(LAYOUT, 64, address=0, owner=None)
-        owner, reader = (open_set(region, ("modelled",), name, model=MODEL) for name in ("owner", "reader"))
+        owner, reader = (open_set(region, ("simulated",), name, model=MODEL) for name in ("owner", "reader"))
         report = await reader.connect(address_of(owner, "owner"), deadline_s=1e6)
         assert report.latency_s == pytest.approx(0.5, rel=0.1)
         assert report.bytes_per_s == pytest.approx(MODEL.bytes_per_s, rel=0.1)
@@ -37,7 +37,7 @@ def test_a_probe_that_mostly_waits_reports_at_most_twice_the_bandwidth_that_it_s
     async def story() -> None:
         region = Region(LAYOUT, 64, address=0, owner=None)
         quick = LinkModel(latency_s=0.5, bytes_per_s=1e18)
-        owner, reader = (open_set(region, ("modelled",), name, model=quick) for name in ("owner", "reader"))
+        owner, reader = (open_set(region, ("simulated",), name, model=quick) for name in ("owner", "reader"))
         report = await reader.connect(address_of(owner, "owner"), deadline_s=1e6)
         seen = 64 * LAYOUT.block_bytes / quick.latency_s
         assert report.bytes_per_s == pytest.approx(2 * seen, rel=0.01)
@@ -70,7 +70,7 @@ def test_reads_over_one_link_queue_behind_each_other() -> None:
     assert run(story) == pytest.approx(7.5)
 
 
-def test_a_deadline_ends_a_modelled_read() -> None:
+def test_a_deadline_ends_a_simulated_read() -> None:
     async def story(reader: TransportSet) -> float:
         read = reader.pull(order(10, deadline_s=4.0))
         spent_s = await seconds_until(read.done, read.settled)
