@@ -8,7 +8,6 @@ the first read that notices the end unmaps it. A read succeeds only if the owner
 The owner takes no part.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,13 +17,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
+from kvtransfer.backends.pending_read import NO_COPIES, PendingRead, ended
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import (
     PeerLost,
     PeerRefused,
     TransferError,
-    TransferTimeout,
     TransportUnavailable,
     is_gone,
     not_connected,
@@ -34,7 +32,7 @@ from kvtransfer.ticket import HostIdentity, ShardAddress
 from kvtransfer.transport import Copies, Read, Region
 
 OPEN_S = 60.0  # to load the driver and share the pool
-CLOSE_S = 60.0  # for the copies in flight to end
+CLOSE_S = 60.0  # for the copies in flight to end, before what they read is unmapped
 
 
 class IpcAddress(msgspec.Struct, frozen=True):
@@ -136,7 +134,7 @@ class CudaIpcTransport:
         for pending in [pending for pending in self._pending if pending.peer == peer]:
             pending.drop()
         if self._closing is None:
-            await asyncio.wrap_future(self._thread.submit(self._unmap, peer))
+            await ended(self._thread.submit(self._unmap, peer), CLOSE_S, _hangs())
 
     async def close(self) -> None:
         for pending in list(self._pending):
@@ -144,9 +142,7 @@ class CudaIpcTransport:
         if self._closing is None:
             self._closing = self._thread.submit(self._release)
             self._thread.shutdown(wait=False)
-        _, running = await asyncio.wait([asyncio.wrap_future(self._closing)], timeout=CLOSE_S)
-        if running:
-            raise TransferTimeout(f"a copy by CUDA IPC has not ended within {CLOSE_S:g} s: end this process")
+        await ended(self._closing, CLOSE_S, _hangs())
 
     def _refuse(self, theirs: HostIdentity) -> None:
         """Raise `TransportUnavailable` where CUDA opens no handle. The driver finds out whether the GPUs connect."""
@@ -233,3 +229,7 @@ class CudaIpcTransport:
         for peer in list(self._mapped):
             self._unmap(peer)
         self._driver.close()
+
+
+def _hangs() -> str:
+    return f"a copy by CUDA IPC has not ended within {CLOSE_S:g} s: end this process"

@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 from kvtransfer.backends.nixl_agent import NixlAddress, NixlAgent, load_nixl
 from kvtransfer.backends.nixl_pump import NixlPump
-from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
+from kvtransfer.backends.pending_read import NO_COPIES, PendingRead, ended
 from kvtransfer.errors import TransferTimeout, TransportUnavailable
 from kvtransfer.ticket import HostIdentity, ShardAddress
 from kvtransfer.transport import Copies, Read, Region
 
 OPEN_S = 60.0  # to start an agent and register the pool: seconds, where UCX looks for many devices
-CLOSE_S = 60.0  # to destroy the agent, which stops the reads in flight
+CLOSE_S = 60.0  # to drop a peer, or to destroy the agent, which stops the reads in flight
 
 
 class NixlTransport:
@@ -44,7 +44,8 @@ class NixlTransport:
         address = NixlAddress.parse(dict(shard.transports)[self.name])
         pending = PendingRead(peer, NO_COPIES, deadline_s)
         await self._launch(pending, lambda begun: self._pump.connect(begun, address)).done
-        return await asyncio.wrap_future(self._pump.submit(lambda: self._pump.path(peer)))
+        path = self._pump.submit(lambda: self._pump.path(peer))
+        return await ended(path, deadline_s, f"NIXL did not tell the path to {peer} within {deadline_s:g} s")
 
     def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
         return self._launch(PendingRead(peer, copies, deadline_s), self._pump.read)
@@ -58,7 +59,8 @@ class NixlTransport:
     async def forget(self, peer: str) -> None:
         for pending in [pending for pending in self._pending if pending.peer == peer]:
             pending.drop()
-        await asyncio.wrap_future(self._pump.submit(lambda: self._pump.forget(peer)))
+        forgotten = self._pump.submit(lambda: self._pump.forget(peer))
+        await ended(forgotten, CLOSE_S, f"a read over NIXL has not ended within {CLOSE_S:g} s: end this process")
 
     async def close(self) -> None:
         for pending in list(self._pending):

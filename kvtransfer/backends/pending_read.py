@@ -8,14 +8,18 @@ Methods but `begin` run on the event loop; `post` calls them from other threads.
 """
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
 from kvtransfer.errors import PeerLost, TransferTimeout
 from kvtransfer.rpc.connection import observe
 from kvtransfer.transport import Copies, Read, ReadStats
+
+T = TypeVar("T")
 
 NO_COPIES: Copies = np.empty((0, 3), np.int64)
 
@@ -90,6 +94,16 @@ class PendingRead:
             )
         )
         self._overdue(self)
+
+
+async def ended(work: "concurrent.futures.Future[T]", limit_s: float, failure: str) -> T:
+    """The result of work on another thread, which goes on if nobody waits for it. Raises `TransferTimeout`."""
+    waiting = asyncio.wrap_future(work)
+    waiting.add_done_callback(observe)
+    _, running = await asyncio.wait([waiting], timeout=limit_s)
+    if running:
+        raise TransferTimeout(failure)
+    return waiting.result()
 
 
 def call_loop(loop: asyncio.AbstractEventLoop, action: Callable[..., None], *arguments: object) -> None:

@@ -27,6 +27,8 @@ from kvtransfer.rpc.poller import Poller, Steps
 from kvtransfer.ticket import ShardAddress
 from kvtransfer.transport import Copies, Read, Region
 
+CLOSE_S = 60.0  # for a thread to end its steps, none of which waits
+
 _Place = tuple[socket.AddressFamily, Any]  # what a socket connects to
 
 
@@ -102,10 +104,12 @@ class TcpTransport:
 
     async def close(self) -> None:
         self._closing = True
-        for peer in list(self._links):
-            await self.forget(peer)
-        await asyncio.to_thread(self._poller.close)
-        await asyncio.to_thread(self._owner.close)
+        links, self._links = self._links, {}
+        try:
+            await asyncio.gather(*(link.close() for link in links.values()))
+            await asyncio.to_thread(self._poller.close, CLOSE_S)
+        finally:
+            await asyncio.to_thread(self._owner.close, CLOSE_S)
 
 
 class _Link:
@@ -153,7 +157,9 @@ class _Link:
             pending.fail(PeerLost(f"{self._peer} was dropped while {pending.num_bytes} bytes were being read"))
         closed: asyncio.Future[None] = self._loop.create_future()
         self._poller.call(partial(self._close, closed))
-        await closed
+        _, running = await asyncio.wait([closed], timeout=CLOSE_S)
+        if running:
+            raise TransferTimeout(f"the link to {self._peer} has not closed within {CLOSE_S:g} s: end this process")
 
     def _enqueue(self, pending: PendingRead) -> None:
         self._queue.append(pending)

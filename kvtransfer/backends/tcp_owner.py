@@ -51,9 +51,11 @@ class TcpOwner:
     def num_connections(self) -> int:
         return len(self._serving)
 
-    def close(self) -> None:
-        """Disconnect all readers. Blocks until the thread has ended: call it off the event loop."""
-        self._poller.close()
+    def close(self, limit_s: float) -> None:
+        """Disconnect all readers. Blocks until the thread has ended: call it off the event loop.
+
+        Raises `TransferTimeout`."""
+        self._poller.close(limit_s)
 
     def _listen(self) -> None:
         self._poller.watch(self._server)

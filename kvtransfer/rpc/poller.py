@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import TypeAlias, TypeVar
 
+from kvtransfer.errors import TransferTimeout
+
 T = TypeVar("T")
 Steps: TypeAlias = Generator[float, bool, T]
 
@@ -87,11 +89,17 @@ class Poller:
         if task is not None:
             self._resume(link.fileno(), task, error)
 
-    def close(self) -> None:
-        """Stop all steps. Blocks until the thread has ended: call it off the event loop. May be repeated."""
+    def close(self, limit_s: float) -> None:
+        """Stop all steps. Blocks until the thread has ended: call it off the event loop. May be repeated.
+
+        Raises `TransferTimeout`.
+        """
         if self._thread.is_alive():
             self.call(self._close)
-            self._thread.join()
+            self._thread.join(limit_s)
+            if self._thread.is_alive():
+                name = self._thread.name
+                raise TransferTimeout(f"the thread {name} has not ended within {limit_s:g} s: end this process")
             self._is_waking = True  # late calls are ignored
             os.close(self._wake)
 

@@ -157,6 +157,35 @@ async def test_closing_under_a_copy_that_does_not_end_is_an_error_in_time(
     await reader.close()
 
 
+async def test_forgetting_an_owner_under_a_copy_that_does_not_end_is_an_error_in_time_and_unmaps_it_later(
+    cuda_ipc_owner: tuple[Child, PeerAddress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, transport = opened_reader()
+    await transport.connect(OWNER, cuda_ipc_owner[1].shards[0], deadline_s=5)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slow_copy(*_: Any) -> None:
+        has_begun.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(PagesDriver, "copy", slow_copy)
+    read = transport.read(OWNER, whole_blocks((2, 20)), deadline_s=30)
+    assert await asyncio.to_thread(has_begun.wait, 30)
+    monkeypatch.setattr(cuda_ipc, "CLOSE_S", 0.1)
+    with pytest.raises(TransferTimeout, match="has not ended within"):
+        await transport.forget(OWNER)
+    with pytest.raises(PeerLost, match="was dropped"):
+        await read.done
+    driver = transport._driver
+    assert isinstance(driver, PagesDriver) and driver.num_mapped == 1
+    may_end.set()
+    monkeypatch.setattr(cuda_ipc, "CLOSE_S", 30.0)
+    await asyncio.wait_for(read.settled, 30.0)
+    await transport.forget("another/0")  # in the thread's order
+    assert driver.num_mapped == 0
+    await reader.close()
+
+
 def test_a_driver_that_does_not_load_makes_the_backend_unavailable_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
     monkeypatch.setattr(cuda_ipc, "OPEN_S", 0.1)

@@ -211,7 +211,7 @@ def test_a_slow_handshake_is_cut_off_at_its_deadline(monkeypatch: pytest.MonkeyP
             break
         time.sleep(0.1)
     assert cut_off
-    owner.close()
+    owner.close(30.0)
 
 
 async def test_a_tcp_owner_accepts_again_once_there_are_descriptors() -> None:

@@ -16,7 +16,7 @@ from kvtransfer.rpc.poller import AGAIN, IDLE, Poller, Steps, pause
 def poller() -> Iterator[Poller]:
     opened = Poller("test-poller")
     yield opened
-    opened.close()
+    opened.close(30.0)
 
 
 class Run:
@@ -149,8 +149,8 @@ def test_a_pause_takes_its_time_whatever_the_socket_does(poller: Poller) -> None
 def test_close_ends_all_steps_and_may_be_repeated() -> None:
     poller = Poller("test-poller")
     runs = [Run(poller, receiving) for _ in range(3)]
-    poller.close()
-    poller.close()
+    poller.close(30.0)
+    poller.close(30.0)
     assert all(isinstance(run.wait(), ConnectionError) for run in runs)
     poller.call(lambda: pytest.fail("it is closed"))
 

@@ -5,12 +5,14 @@ import os
 import signal
 import socket
 import threading
+from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
 
-from kvtransfer.backends import tcp_owner
-from kvtransfer.errors import PeerLost
+from kvtransfer.backends import tcp, tcp_owner
+from kvtransfer.backends.tcp import TcpTransport
+from kvtransfer.errors import PeerLost, TransferTimeout
 from kvtransfer.rpc.frames import HEADER_BYTES, Kind, pack_header, parse_header
 from kvtransfer.rpc.handshake import HANDSHAKE_BYTES, CallerHandshake
 from kvtransfer.ticket import PeerAddress, rank_name
@@ -106,6 +108,28 @@ async def test_a_closed_end_connects_nowhere() -> None:
     await owner.close()
 
 
+def _wait(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
+async def test_closing_while_a_thread_is_busy_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, reader = (open_set(make_region(num_blocks=4), ("tcp",), name) for name in ("owner", "reader"))
+    await reader.connect(address_of(owner, "owner"))
+    transport, busy = reader._transports[0], threading.Event()
+    assert isinstance(transport, TcpTransport)
+    for poller in (transport._poller, transport._owner._poller):
+        poller.call(partial(_wait, busy))
+    monkeypatch.setattr(tcp, "CLOSE_S", 0.1)
+    with pytest.raises(TransferTimeout, match="has not closed within"):
+        await transport.forget(rank_name("owner", 0))
+    with pytest.raises(TransferTimeout, match="has not ended within"):
+        await transport.close()
+    busy.set()
+    monkeypatch.setattr(tcp, "CLOSE_S", 30.0)
+    await reader.close()
+    await owner.close()
+
+
 async def large_owner(incarnation: str) -> tuple[Child, PeerAddress]:
     return await asyncio.to_thread(start_owner, "tcp", incarnation, LARGE, BLOCKS)
 
@@ -177,7 +201,7 @@ def test_a_stalled_reader_is_disconnected_and_an_idle_one_is_not(stall: str, mon
     idle.sendall(pack_header(Kind.CALL, 8, len(one)) + one)
     assert parse_header(receive(idle, HEADER_BYTES), 16) == (Kind.REPLY, 8, 16)
     assert receive(idle, 16) == block_bytes_of(1, LARGE)[:16]
-    owner.close()
+    owner.close(30.0)
     assert owner.num_connections == 0
     for link in (idle, stalled):
         link.close()
