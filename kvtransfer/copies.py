@@ -72,9 +72,7 @@ def plan_copies(
     twice, a negative block, a first token within a block of the owner, unequal dtypes).
     """
     _refuse_invalid(source, target, source_blocks, target_blocks, first_token, num_tokens)
-    # Ranges of different blocks are adjacent only if both pools hold exactly the piece.
-    is_whole = _box(source) == _box(target) == (piece.heads, piece.layers)
-    if is_whole and source.block_size == target.block_size:
+    if source.block_size == target.block_size and _box(source) == _box(target) == (piece.heads, piece.layers):
         return _whole_blocks(source_blocks, target_blocks) * source.block_bytes
     owner_blocks, our_blocks = np.array(source_blocks, np.int64), np.array(target_blocks, np.int64)
     order = np.arange(len(our_blocks)) if (our_blocks[1:] > our_blocks[:-1]).all() else np.argsort(our_blocks)
@@ -84,10 +82,8 @@ def plan_copies(
         np.add(owner_blocks[order, None] * source.block_bytes, starts[:, 0], out=ranges[..., 0])
         np.add(our_blocks[order, None] * target.block_bytes, starts[:, 1], out=ranges[..., 1])
         ranges[..., 2] = lengths
-        plan = ranges.reshape(-1, 3)
-    else:
-        plan = _recut(piece, source, target, owner_blocks, our_blocks, order, first_token, num_tokens)
-    return merge(plan) if is_whole else plan
+        return ranges.reshape(-1, 3)
+    return merge(_recut(piece, source, target, owner_blocks, our_blocks, order, first_token, num_tokens))
 
 
 def _whole_blocks(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Ints:

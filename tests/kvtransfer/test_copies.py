@@ -1,15 +1,16 @@
 """The copy plan moves exactly what a loop over single numbers moves, in as few ranges as possible."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.copies import covering, merge, pieces_of, plan_copies, refuse_outside, union_of_pieces
 from kvtransfer.errors import PeerRefused
-from kvtransfer.layout import KVLayout
+from kvtransfer.layout import LATENT_ORDER, KVLayout
 from kvtransfer.ticket import Piece
 from kvtransfer.transport import Copies
 from tests.kvtransfer.grids import Case, cases, shards
@@ -58,8 +59,22 @@ def test_plans_copy_the_same_numbers_as_a_loop_over_single_numbers(case: Case) -
             assert not np.asarray(touched)[strangers].any()
 
 
+ONE_LATENT_TOKEN = KVLayout("m", 2, 1, 1, 1, layers=(0, 1), order=LATENT_ORDER)  # in a block, of one layer
+
+
 @settings(deadline=None)
 @given(cases())
+@example(
+    Case(
+        sources=(ONE_LATENT_TOKEN, replace(ONE_LATENT_TOKEN, layers=(1, 2))),
+        targets=(replace(ONE_LATENT_TOKEN, layers=(0, 2), block_size=2),),
+        source_blocks=(0, 1),
+        target_blocks=(0,),
+        first_token=0,
+        num_tokens=2,
+        pool_blocks=24,
+    )
+)
 def test_plans_are_sorted_by_target_and_leave_nothing_to_merge(case: Case) -> None:
     for rank in range(len(case.targets)):
         for _, plan in plans_of(case, rank):

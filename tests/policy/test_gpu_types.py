@@ -6,7 +6,7 @@ from functools import partial
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -218,6 +218,7 @@ def test_many_kinds_are_tried_kind_by_kind() -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@example(share=0.984375, prefills=1, decodes=3, rate=17.0, role=Role.DECODE)
 @given(st.floats(0.2, 1.0), st.integers(1, 4), st.integers(1, 4), st.floats(0.2, 20.0), st.sampled_from(ROLES))
 def test_a_faster_worker_raises_no_share(share: float, prefills: int, decodes: int, rate: float, role: Role) -> None:
     """In the place of an equal one of each role."""
@@ -230,7 +231,8 @@ def test_a_faster_worker_raises_no_share(share: float, prefills: int, decodes: i
     like, quick = (Group("b", role, 1, each, 200_000, 256) for each in (cost, cost.scaled(share)))
     before, after = shares([*there, like], mix), shares([*there, quick], mix)
     assert after.ttft <= before.ttft * 1.001 + 1e-6
-    assert after.decode_queue <= before.decode_queue * 1.001 + 1e-3
+    rounding = 0.5 / (200_000 / 900)  # step times are those of whole sequences, of as many as fit on a worker
+    assert after.decode_queue <= before.decode_queue * 1.001 + rounding
     assert role is Role.MIXED or after.tpot <= before.tpot * 1.001 + 1e-3  # chunks fill a mixed one's steps
 
 
