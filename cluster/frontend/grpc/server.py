@@ -6,6 +6,7 @@ Knows ports and server options; knows no request.
 import asyncio
 import errno
 import os
+import resource
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from cluster.frontend.auth import Guard, Tls
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
+from cluster.frontend.grpc.connection_limit import ConnectionLimit
 from cluster.frontend.grpc.interceptors import KeyInterceptor, MessageInterceptor, ResponseInterceptor
 from cluster.frontend.grpc.services import AdminService, InferenceService, add_inference_service
 from cluster.frontend.grpc.standard_services import HealthService, add_reflection
@@ -27,7 +29,7 @@ from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, SERVER_SIZES
 
 OPENING_S = 10.0  # for the TLS handshake and the first HTTP/2 frame
 IDLE_S = 300.0  # a connection without calls is closed after this; clients reconnect by themselves
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096  # or a quarter of the process's limit of open files, if that is less
 MAX_OTHER_CALLS = 2048  # besides requests that run: refusals, calls without a message yet, health, admin
 CUT_S = 0.5  # for the final statuses of cancelled requests
 
@@ -49,6 +51,7 @@ class GrpcServer:
         self._health: HealthService | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._models: ServedModels | None = None
+        self._limiting: asyncio.Task[None] | None = None  # while it is open
 
     @property
     def models(self) -> ServedModels:
@@ -80,6 +83,7 @@ class GrpcServer:
         add_reflection((INFERENCE, ADMIN, health.SERVICE_NAME), server)
         port = _bind(server, spec.host, spec.grpc_port, _credentials(self.guard))
         await server.start()
+        self._limiting = asyncio.create_task(ConnectionLimit(port, _max_connections()).run())
         for preprocessing in pools if self._eager else ():
             preprocessing.start()
         self._server = server
@@ -102,6 +106,8 @@ class GrpcServer:
             await self._models.close()
         if self._stopping is not None:
             await self._stopping
+        if self._limiting is not None:
+            self._limiting.cancel()
 
 
 def _credentials(guard: Guard) -> grpc.ServerCredentials | None:
@@ -135,12 +141,17 @@ def _options(max_requests: int) -> list[tuple[str, int]]:
         *SERVER_SIZES,
         *KEEPALIVE,
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # by default grpc treats our keepalives as abuse
-        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.max_allowed_incoming_connections", _max_connections()),
         ("grpc.server_handshake_timeout_ms", round(OPENING_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
         ("grpc.max_concurrent_streams", max_requests + 64),  # per connection; with room for health, admin, refusals
         ("grpc.so_reuseport", 0),  # a second server on the same port must fail
     ]
+
+
+def _max_connections() -> int:
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if open_files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, open_files // 4)
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:

@@ -1,6 +1,8 @@
 """What one client can take of the gRPC port: connections, their time without a word or a call, and message sizes."""
 
 import asyncio
+import socket
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -8,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from cluster.frontend.grpc import interceptors, server, standard_services
+from cluster.frontend.grpc import connection_limit, interceptors, server, standard_services
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.wire import INFERENCE, MAX_REQUEST_BYTES
@@ -17,9 +19,11 @@ from tests.frontend.grpc.conftest import OpenClient
 GENERATE = "/diptych.v1.InferenceService/Generate"
 
 
-async def connected(client: AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connected(
+    client: AsyncClient, local_address: tuple[str, int] | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = client.endpoint.rpartition(":")
-    return await asyncio.open_connection(host, int(port))
+    return await asyncio.open_connection(host, int(port), local_addr=local_address)
 
 
 async def ends(reader: asyncio.StreamReader) -> None:
@@ -64,6 +68,48 @@ async def test_connections_above_the_limit_are_closed(open_client: OpenClient, m
     assert (await client.complete("hello", max_tokens=1)).text == "a"
     for _, writer in strangers:
         writer.close()
+
+
+async def test_one_address_cannot_hold_all_connections(
+    open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS_PER_ADDRESS", 3)
+    monkeypatch.setattr(connection_limit, "COUNT_S", 0.05)
+    client = await open_client()
+    call = silent_call(client._channel, GENERATE)
+    await call.wait_for_connection()
+    strangers = [await connected(client, ("127.0.0.2", 0)) for _ in range(8)]
+    ended = [asyncio.create_task(reader.read()) for reader, _ in strangers]
+    async with asyncio.timeout(30.0):
+        while sum(each.done() for each in ended) < 5:
+            await asyncio.wait([each for each in ended if not each.done()], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.sleep(0.2)  # further counts
+    assert sum(each.done() for each in ended) == 5
+    assert not call.done() and (await client.complete("hello", max_tokens=1)).text == "a"
+    for _, writer in strangers:
+        writer.close()
+    await asyncio.wait(ended)
+
+
+def test_the_newest_connections_of_an_address_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS_PER_ADDRESS", 2)
+    with ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listening:
+        limit = connection_limit.ConnectionLimit(listening.getsockname()[1], 4096)
+
+        def connect() -> tuple[socket.socket, socket.socket]:
+            client = opened.enter_context(socket.create_connection(listening.getsockname()))
+            accepted = opened.enter_context(listening.accept()[0])
+            limit.close_excess()
+            client.setblocking(False)
+            return client, accepted
+
+        first, (second, _), third = connect(), connect(), connect()
+        assert third[0].recv(1) == b""
+        for each in *first, *third:
+            each.close()
+        for each in second, connect()[0]:
+            with pytest.raises(BlockingIOError):
+                each.recv(1)
 
 
 async def test_a_request_that_is_too_large_is_refused_with_advice(client: AsyncClient) -> None:

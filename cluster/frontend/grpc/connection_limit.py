@@ -1,0 +1,90 @@
+"""Limits the connections of a client address to the gRPC port. Knows sockets only.
+
+grpc limits connections in all, and shows none of them before its first call. So they are looked up among the open files
+of this process, and those of an address beyond its limit are shut down: grpc then closes them.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+from collections import defaultdict
+from contextlib import suppress
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS_PER_ADDRESS = 1024  # and at most a quarter of all; a proxy is one address
+COUNT_S = 1.0  # nothing tells when grpc accepts a connection
+FILES = "/proc/self/fd"
+
+
+class ConnectionLimit:
+    """Owned by the server that listens on `port`. `max_connections`: of all addresses together."""
+
+    def __init__(self, port: int, max_connections: int) -> None:
+        self._port = port
+        self._max_per_address = min(MAX_CONNECTIONS_PER_ADDRESS, max(1, max_connections // 4))
+        self._hosts: dict[int, str | None] = {}  # of each open socket by its inode, oldest first; None: not of the port
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(COUNT_S)
+            try:
+                await asyncio.to_thread(self.close_excess)  # thousands take a while
+            except OSError as error:  # such as no descriptor left to count with
+                logger.warning("cannot count the gRPC connections: %s", error, extra={"repeats": True})
+
+    def close_excess(self) -> None:
+        """Shut the newest connections of each address beyond its limit down. Raises `OSError`."""
+        files = {}
+        for name in os.listdir(FILES):
+            inode = _socket_inode(int(name))
+            if inode:
+                files[inode] = int(name)
+        known = {inode: host for inode, host in self._hosts.items() if inode in files}
+        self._hosts = known | {inode: self._host(file) for inode, file in files.items() if inode not in known}
+        by_host = defaultdict[str, list[int]](list)
+        for inode, host in self._hosts.items():
+            if host is not None:
+                by_host[host].append(inode)
+        for host, inodes in by_host.items():
+            excess = inodes[self._max_per_address :]
+            for inode in excess:
+                _shut_down(files[inode], inode)
+            if excess:
+                text = "closed %d gRPC connections of %s, which had %d (at most %d per address)"
+                logger.warning(text, len(excess), host, len(inodes), self._max_per_address, extra={"repeats": True})
+
+    def _host(self, file: int) -> str | None:
+        """The client's address. None: no connection of a client, or it ended."""
+        try:
+            found = socket.socket(fileno=file)
+        except OSError:
+            return None
+        try:
+            is_ours = found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == self._port
+            return str(found.getpeername()[0]) if is_ours else None
+        except OSError:
+            return None
+        finally:
+            found.detach()  # grpc owns it
+
+
+def _socket_inode(file: int) -> int:
+    """0: no socket, or closed."""
+    try:
+        found = os.fstat(file)
+    except OSError:
+        return 0
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else 0
+
+
+def _shut_down(file: int, inode: int) -> None:
+    """Unless it was closed meanwhile: its number may then be that of another file."""
+    held = os.dup(file)
+    if _socket_inode(held) != inode:
+        os.close(held)
+        return
+    with socket.socket(fileno=held) as connection, suppress(OSError):  # the client has closed it
+        connection.shutdown(socket.SHUT_RDWR)
