@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import os
 import shutil
@@ -224,6 +225,19 @@ def test_a_cache_that_cannot_be_written_names_the_variable(
     monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="set DIPTYCH_CACHE"):
         store.resolve(str(tiny_gguf))
+
+
+def test_a_full_cache_is_an_error_that_names_it_and_leaves_nothing(
+    cache: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(gguf: Path, folder: Path, progress: Any) -> None:
+        (folder / "model.safetensors").write_bytes(b"begun")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(store, "convert_gguf", full)
+    with pytest.raises(ModelError, match=f"{cache}/converted has no room for .*; free some, or set DIPTYCH_CACHE"):
+        store.resolve(str(tiny_gguf))
+    assert [each.suffix for each in (cache / "converted").iterdir()] == [".lock"]
 
 
 def test_content_id_names_the_weights_and_not_the_place(tmp_path: Path) -> None:

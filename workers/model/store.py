@@ -11,6 +11,7 @@ A file lock lets one process at a time fetch a model; an incomplete file or fold
 """
 
 import difflib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -184,7 +185,7 @@ def _converted_folder(sha256: str) -> Path:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock file next to `target`; waits for another process or thread."""
+    """Hold the lock file next to `target`; waits for another process or thread. A full disk is a `ModelError`."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         file = target.with_name(target.name + ".lock").open("w")
@@ -194,7 +195,15 @@ def _locked(target: Path) -> Iterator[None]:
         ) from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ModelError(
+                f"the model cache {target.parent} has no room for {target.name} ({error.strerror}); free some, or set "
+                "DIPTYCH_CACHE to a folder on another disk"
+            ) from error
 
 
 def _unfinished(target: Path) -> "tempfile.TemporaryDirectory[str]":
