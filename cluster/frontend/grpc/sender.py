@@ -87,9 +87,9 @@ class Sender:
 async def abort(context: Context, status: Status) -> NoReturn:
     """End the call with this status. If output before it is unread, the client gets it when it reads again.
 
-    Raises grpc's `AbortError`.
+    Raises grpc's `AbortError`, also if the client has left: `InternalError` says that nothing could be sent.
     """
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, grpc.aio.InternalError):
         async with asyncio.timeout(ABORT_S):
             await context.abort_with_status(rpc_status.to_status(status))
     await context.write(b"")  # raises, since the call is aborted

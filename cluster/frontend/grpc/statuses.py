@@ -33,6 +33,7 @@ CODE = grpc.StatusCode
 # Errors that have nothing but their text: code, reason, and seconds until a retry may succeed.
 PLAIN: Mapping[type[Exception], tuple[grpc.StatusCode, str, float | None]] = {
     OutputNotTaken: (CODE.DEADLINE_EXCEEDED, "OUTPUT_NOT_TAKEN", None),
+    grpc.aio.InternalError: (CODE.CANCELLED, "CANCELLED", None),  # a message could not be sent: the client has left
     AttemptsExhausted: (CODE.UNAVAILABLE, "ATTEMPTS_SPENT", 1.0),  # a dead worker is replaced in about this time
     UnknownModel: (CODE.NOT_FOUND, "UNKNOWN_MODEL", None),
     DuplicateRequest: (CODE.ALREADY_EXISTS, "DUPLICATE_REQUEST", None),

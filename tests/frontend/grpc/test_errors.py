@@ -12,8 +12,10 @@ import pytest
 
 from cluster.events import AttemptsExhausted, DeadlineExceeded, NotComputable, Rejected, Unservable
 from cluster.frontend.auth import Guard
+from cluster.frontend.grpc.sender import Sender, abort
 from cluster.frontend.grpc.server import GrpcServer
 from cluster.frontend.grpc.services import InferenceService, add_inference_service, deadline_of
+from cluster.frontend.grpc.statuses import code_name, status_of
 from cluster.frontend.served_models import ServedModels
 from cluster.spec import GatewaySpec
 from diptych.client import AsyncClient
@@ -186,6 +188,45 @@ async def test_unexpected_errors_are_logged_with_the_request_id(
     named = [request.id for request in dispatcher.requests]
     assert [record.__dict__["request_id"] for record in logged] == named and all(named) and len(named) == 2
     assert named[0] == given or named[0].startswith("req-")
+
+
+async def test_what_a_client_that_has_left_does_not_get_is_no_internal_error(caplog: pytest.LogCaptureFixture) -> None:
+    """grpc cancels a call's task only after the call itself: what the task sends in between fails."""
+    begun, failed = asyncio.Event(), asyncio.Queue[Exception]()
+    tasks = []
+
+    async def answer(context: Any, left: asyncio.Event) -> None:
+        await left.wait()
+        for sending in Sender(context).send(b"late"), abort(context, status_of(DeadlineExceeded("decode"), True)):
+            try:
+                await sending
+            except Exception as error:
+                failed.put_nowait(error)
+
+    async def call(request: bytes, context: Any) -> None:
+        left = asyncio.Event()
+        tasks.append(asyncio.create_task(answer(context, left)))
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    server = grpc.aio.server()
+    handlers: Any = {"Call": grpc.unary_stream_rpc_method_handler(call)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Late", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(30.0):
+        method: Any = channel.unary_stream("/test.Late/Call")
+        sent = method(b"")
+        await begun.wait()
+        sent.cancel()
+        unsent, aborted = await failed.get(), await failed.get()
+    await server.stop(0)
+    assert code_name(status_of(unsent, True).code) == "CANCELLED"
+    assert isinstance(aborted, grpc.aio.AbortError)
+    assert not caplog.records
 
 
 async def test_an_unreachable_endpoint_is_one_clear_error() -> None:
