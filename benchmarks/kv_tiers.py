@@ -23,8 +23,8 @@ from kvtransfer.open import SharedMemory
 from workers.config import ByteSize, CacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.step import StepPlan
 from workers.engine.step_timing import num_blocks, step_plan
-from workers.executor.opening import open_solo
 from workers.executor.rank import Rank
+from workers.executor.rank_loader import open_solo
 from workers.kv_store.io_threads import MAX_WRITES
 from workers.kv_store.kv_store import KVStore
 from workers.kv_store.slab import SLAB_FILES, Slab

@@ -25,8 +25,8 @@ from workers.engine.block_store import BlockStore
 from workers.engine.blocks import block_hashes
 from workers.engine.kv_event_log import Tier
 from workers.engine.store_tiers import READS_AT_ONCE
-from workers.executor.opening import open_rank
 from workers.executor.rank import Rank
+from workers.executor.rank_loader import open_rank
 from workers.model.store import resolve
 from workers.request import EngineOutputs, Request, SamplingParams, TokensOut
 from workers.stats import TierStats

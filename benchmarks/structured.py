@@ -18,7 +18,7 @@ from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from kvtransfer.open import SharedMemory
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
-from workers.executor.opening import open_rank
+from workers.executor.rank_loader import open_rank
 from workers.model.grammar import has_grammars
 from workers.model.store import resolve
 from workers.request import EngineOutputs, Grammar, Request, SamplingParams, TokensOut

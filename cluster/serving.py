@@ -21,7 +21,7 @@ from cluster.control.membership import Membership
 from cluster.control.pools import first_orders
 from cluster.control.scaling_loop import ScalingPolicy
 from cluster.control.supervision import ORPHAN_AFTER_S, Failures, GatewayManager, KeepAlive, supervised
-from cluster.frontend.auth import Guard
+from cluster.frontend.auth import Authenticator
 from cluster.frontend.context import ClusterQueries, GatewayContext, Server, ServerFactory
 from cluster.runtime.interface import Runtime, ServiceHandle, WorkerOrder
 from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
@@ -62,7 +62,7 @@ class GatewayService:
 
     async def check_files(self) -> None:
         """Check that this process can read the certificate and key files. Raises `SpecError`."""
-        Guard(self._spec.gateway)
+        Authenticator(self._spec.gateway)
 
     async def prepare(self) -> None:
         """Load what `open` needs. Takes seconds, which pass while the workers load."""

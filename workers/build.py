@@ -39,7 +39,7 @@ def build_worker(
 
         folder = await asyncio.to_thread(resolve, config.model)
         if config.parallel.world_size == 1:
-            from workers.executor.opening import open_solo
+            from workers.executor.rank_loader import open_solo
 
             return await open_solo(config, folder, incarnation, shared)
         from workers.executor.gang import open_gang

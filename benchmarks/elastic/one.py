@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.elastic.scenarios import Scenario, ScenarioPhase
 from benchmarks.elastic.timeline import timeline
 from cluster.offline.scoring.figures import attainment, percentiles, slo_text
-from cluster.offline.scoring.records import RequestOutcome, Run, Served, latencies
+from cluster.offline.scoring.records import RequestOutcome, RequestRecord, Run, latencies
 from workers.request import SLO
 
 
@@ -47,11 +47,11 @@ def phase_outcomes(run: Run, scenario: Scenario) -> tuple[PhaseOutcome, ...]:
     )
 
 
-def _within(served: Sequence[Served], phase: ScenarioPhase) -> tuple[Served, ...]:
+def _within(served: Sequence[RequestRecord], phase: ScenarioPhase) -> tuple[RequestRecord, ...]:
     return tuple(each for each in served if phase.begin_s <= each.arrival_s < phase.end_s)
 
 
-def _outcome(name: str, run: Run, served: Sequence[Served], slo: SLO) -> PhaseOutcome:
+def _outcome(name: str, run: Run, served: Sequence[RequestRecord], slo: SLO) -> PhaseOutcome:
     import numpy as np
 
     part = tuple(served)

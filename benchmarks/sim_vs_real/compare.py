@@ -7,7 +7,7 @@ from statistics import fmean, median
 from benchmarks.sim_vs_real.record import RealRun, spread
 from benchmarks.sim_vs_real.systems import SYSTEMS
 from cluster.offline.scoring.figures import Figures, Percentiles, figures
-from cluster.offline.scoring.records import Run, Served
+from cluster.offline.scoring.records import RequestRecord, Run
 from cluster.offline.sim.fleet import environment_of, measured_models
 from cluster.offline.sim.run import RunOptions, simulate
 from workers.profiles.measured import ClusterProfile
@@ -119,6 +119,6 @@ def _each(real: Run, simulated: Run, name: str) -> float:
     return median(errors) if errors else 0.0
 
 
-def _value(served: Served, name: str) -> float | None:
+def _value(served: RequestRecord, name: str) -> float | None:
     value: float | None = getattr(served, name)
     return value

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.offline.scoring.records import RequestOutcome, Run, Served
+from cluster.offline.scoring.records import RequestOutcome, RequestRecord, Run
 from cluster.offline.workload.arrivals import Arrival, Workload
 from workers.profiles.measured import ClusterProfile
 from workers.request import SLO
@@ -81,7 +81,7 @@ class RealRun:
     def run(self) -> Run:
         """The run with token times at the gateway."""
         served = tuple(
-            Served(
+            RequestRecord(
                 index,
                 each.at_s,
                 each.prompt_tokens,

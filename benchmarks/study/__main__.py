@@ -48,7 +48,7 @@ def _tell(line: str) -> None:
 
 async def _measure(parts: Collection[str], progress: Callable[[str], None]) -> Measured:
     """Measure these parts; the others stay as recorded."""
-    from workers.executor.opening import open_solo
+    from workers.executor.rank_loader import open_solo
     from workers.model.store import resolve
 
     folder = await asyncio.to_thread(resolve, MODEL)

@@ -133,9 +133,9 @@ def check_servers(spec: "ClusterSpec") -> None:
     for port, option in ((spec.gateway.grpc_port, "--port"), (spec.gateway.http_port, "--http-port")):
         if port:
             _check_free(spec.gateway.host, port, option)
-    from cluster.frontend.auth import Guard
+    from cluster.frontend.auth import Authenticator
 
-    Guard(spec.gateway)
+    Authenticator(spec.gateway)
 
 
 def is_free(host: str, port: int) -> bool:

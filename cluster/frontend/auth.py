@@ -49,7 +49,7 @@ class Tls:
     client_ca: bytes | None
 
 
-class Guard:
+class Authenticator:
     """The authentication of one gateway, shared by its servers. Raises `SpecError` when a file cannot be used."""
 
     def __init__(self, spec: GatewaySpec, clock: Callable[[], float] = time.monotonic) -> None:

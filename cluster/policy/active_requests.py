@@ -12,7 +12,7 @@ _MEMORY = 1000  # finished answers that the mean covers
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class ActiveRequest:
     """One active attempt. `new_tokens` of its prompt are not cached; computing them is predicted to take `prefill_s`.
 
     `first_token_s` is the predicted time of the first token, and the actual one once `prefilled_s` is set. `turn_s` is
@@ -93,9 +93,9 @@ class ActiveRequests:
     """Owned by a Policy, read by its router. Every `began` needs an `ended`."""
 
     def __init__(self) -> None:
-        self._works: dict[str, Work] = {}
-        self._prefilling: dict[str, dict[str, Work]] = {}  # worker -> key -> work, oldest first
-        self._decoding: dict[str, dict[str, Work]] = {}  # from the reservation of a slot to the last token
+        self._works: dict[str, ActiveRequest] = {}
+        self._prefilling: dict[str, dict[str, ActiveRequest]] = {}  # worker -> key -> work, oldest first
+        self._decoding: dict[str, dict[str, ActiveRequest]] = {}  # from the reservation of a slot to the last token
         self._assigned: dict[str, DecodeLoad] = {}  # sums of `_decoding`
         self._changed: set[str] = set()  # workers changed since the last `changed` call
         self._worker_loads: dict[str, WorkerLoad] = {}  # cache, dropped on change
@@ -108,17 +108,17 @@ class ActiveRequests:
     def __len__(self) -> int:
         return len(self._works)
 
-    def __iter__(self) -> Iterator[Work]:
+    def __iter__(self) -> Iterator[ActiveRequest]:
         return iter(self._works.values())
 
-    def find(self, key: str) -> Work | None:
+    def find(self, key: str) -> ActiveRequest | None:
         return self._works.get(key)
 
-    def prefilling(self, worker: str) -> ValuesView[Work]:
+    def prefilling(self, worker: str) -> ValuesView[ActiveRequest]:
         """Our prompts that wait or run on the worker, oldest first."""
         return self._prefilling.get(worker, {}).values()
 
-    def decoding(self, worker: str) -> ValuesView[Work]:
+    def decoding(self, worker: str) -> ValuesView[ActiveRequest]:
         """Our requests that decode there, or will."""
         return self._decoding.get(worker, {}).values()
 
@@ -126,7 +126,7 @@ class ActiveRequests:
         """Sums over `decoding`."""
         return self._assigned.get(worker, _NOTHING)
 
-    def borrowing(self) -> list[Work]:
+    def borrowing(self) -> list[ActiveRequest]:
         """Our requests with lenders."""
         return [work for work in self if work.borrows]
 
@@ -190,7 +190,7 @@ class ActiveRequests:
         """When a decode of ours last ended there."""
         return self._ended_s.get(worker, -math.inf)
 
-    def began(self, work: Work) -> None:
+    def began(self, work: ActiveRequest) -> None:
         """The request was sent to its workers."""
         assert work.key not in self._works, f"{work.key} is active already"
         self._works[work.key] = work
@@ -200,7 +200,7 @@ class ActiveRequests:
             self._add_decode(work, work.decode)
             self._mark_changed(work.decode)
 
-    def prompt_seconds_beside(self, work: Work) -> float:
+    def prompt_seconds_beside(self, work: ActiveRequest) -> float:
         """Predicted seconds that its worker has spent on our prompts since it started to decode."""
         return self._computed_s.get(work.decode, 0.0) - work.computed_s
 
@@ -220,7 +220,7 @@ class ActiveRequests:
             self._mark_changed(work.decode)
         self._mark_changed(worker)
 
-    def prefilled(self, key: str, now_s: float) -> Work | None:
+    def prefilled(self, key: str, now_s: float) -> ActiveRequest | None:
         """Its first token arrived. Returns the work; None for an unknown key or a repeated call."""
         work = self._works.get(key)
         if work is None or work.prefilled_s is not None:
@@ -246,7 +246,7 @@ class ActiveRequests:
         work.decode = worker
         work.plain_tpot_s = 0.0  # its steps are from two workers, so they are no sample of either
 
-    def ended(self, key: str, now_s: float) -> Work | None:
+    def ended(self, key: str, now_s: float) -> ActiveRequest | None:
         """It finished, failed or was cancelled. Returns the removed work; None for an unknown key."""
         work = self._works.pop(key, None)
         if work is None:
@@ -287,20 +287,20 @@ class ActiveRequests:
         for worker in workers:
             self._worker_loads.pop(worker, None)
 
-    def _add_decode(self, work: Work, worker: str) -> None:
+    def _add_decode(self, work: ActiveRequest, worker: str) -> None:
         self._decoding.setdefault(worker, {})[work.key] = work
         known = self.assigned(worker)
         prompts, answers = known.prompt_tokens + work.prompt_tokens, known.output_tokens + work.output_tokens
         self._assigned[worker] = DecodeLoad(known.sequences + 1, prompts, answers)
 
-    def _remove_decode(self, work: Work) -> None:
+    def _remove_decode(self, work: ActiveRequest) -> None:
         self._drop(self._decoding, work.decode, work.key)
         known = self._assigned.pop(work.decode)
         if known.sequences > 1:
             prompts, answers = known.prompt_tokens - work.prompt_tokens, known.output_tokens - work.output_tokens
             self._assigned[work.decode] = DecodeLoad(known.sequences - 1, prompts, answers)
 
-    def _turn_s(self, work: Work) -> float:
+    def _turn_s(self, work: ActiveRequest) -> float:
         return max(work.began_s, work.reserved_s, self._prefilled_s.get(work.prefill, 0.0))
 
     def _learn(self, decode_s: float) -> None:
@@ -308,7 +308,7 @@ class ActiveRequests:
         self._mean_decode_s += (decode_s - self._mean_decode_s) / self._num_decoded
 
     @staticmethod
-    def _drop(index: dict[str, dict[str, Work]], worker: str, key: str) -> None:
+    def _drop(index: dict[str, dict[str, ActiveRequest]], worker: str, key: str) -> None:
         works = index[worker]
         del works[key]
         if not works:

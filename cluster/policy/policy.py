@@ -12,7 +12,7 @@ from functools import partial
 
 from msgspec import structs
 
-from cluster.policy.active_requests import ActiveRequests, Work
+from cluster.policy.active_requests import ActiveRequest, ActiveRequests
 from cluster.policy.admission.early_rejection import Admission, Predictive
 from cluster.policy.admission.slo import SLOAdmission
 from cluster.policy.estimate.latency import LatencyPredictor
@@ -130,7 +130,7 @@ class Policy:
         if prefill_s is None or ask.beside == placement.prefill:
             prefill_s = self._latency.prefill_seconds(prefill, new_tokens, cached_tokens)
         queue_s = self._latency.queue_seconds(ask, prefill)
-        work = Work(
+        work = ActiveRequest(
             key=request.key,
             prefill=placement.prefill,
             decode=placement.decode,

@@ -8,46 +8,54 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.frontend.auth import RECHECK_S, Guard, KeyRefused, ReloadedFiles, TenantRefused, key_digests, read_keys
+from cluster.frontend.auth import (
+    RECHECK_S,
+    Authenticator,
+    KeyRefused,
+    ReloadedFiles,
+    TenantRefused,
+    key_digests,
+    read_keys,
+)
 from cluster.spec import GatewaySpec, SpecError
 
 KEYS = ("one-key-of-many-letters", "another.key~with+signs/and==")
 
 
 @pytest.fixture(scope="module")
-def guard(tmp_path_factory: pytest.TempPathFactory) -> Guard:
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Authenticator:
     path = tmp_path_factory.mktemp("guard") / "keys"
     path.write_text("# mine\n" + "\n\n".join(f"  {key}\t" for key in KEYS))
-    return Guard(GatewaySpec(api_keys_file=str(path)))
+    return Authenticator(GatewaySpec(api_keys_file=str(path)))
 
 
 @pytest.mark.parametrize("form", ["Bearer {}", "bearer {}", " BEARER   {} "])
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_is_accepted(guard: Guard, form: str, key: str) -> None:
+def test_each_key_is_accepted(guard: Authenticator, form: str, key: str) -> None:
     assert guard.check(form.format(key)) == ""
 
 
 @given(st.one_of(st.none(), st.text(), st.builds("Bearer {}".format, st.text()), st.sampled_from(KEYS)))
-def test_anything_else_is_refused(guard: Guard, header: str | None) -> None:
+def test_anything_else_is_refused(guard: Authenticator, header: str | None) -> None:
     with pytest.raises(KeyRefused):
         guard.check(header)
 
 
 @given(st.sampled_from(KEYS), st.data())
-def test_a_part_of_a_key_is_refused(guard: Guard, key: str, data: st.DataObject) -> None:
+def test_a_part_of_a_key_is_refused(guard: Authenticator, key: str, data: st.DataObject) -> None:
     part = key[: data.draw(st.integers(0, len(key) - 1))]
     with pytest.raises(KeyRefused):
         guard.check(f"Bearer {part}")
 
 
-def test_keys_are_stored_as_digests(guard: Guard) -> None:
+def test_keys_are_stored_as_digests(guard: Authenticator) -> None:
     assert guard._keys is not None and guard._keys.current() == key_digests(dict.fromkeys(KEYS, ""))
     assert not any(key in repr(vars(guard._keys)) for key in KEYS)
 
 
 def test_a_key_is_valid_for_its_tenant_only(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"{KEYS[0]}   bank\n{KEYS[1]} *\n{KEYS[0][::-1]}\n")
-    guard = Guard(GatewaySpec(api_keys_file=str(tmp_path / "keys")))
+    guard = Authenticator(GatewaySpec(api_keys_file=str(tmp_path / "keys")))
     of_bank, of_all, of_none = (f"Bearer {key}" for key in (*KEYS, KEYS[0][::-1]))
     assert guard.tenant(of_bank, "") == guard.tenant(of_bank, "bank") == "bank"
     assert (guard.tenant(of_all, ""), guard.tenant(of_all, "bank")) == ("", "bank")
@@ -67,7 +75,7 @@ def test_a_key_of_two_tenants_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_keys_everything_is_accepted() -> None:
-    guard = Guard(GatewaySpec())
+    guard = Authenticator(GatewaySpec())
     assert guard.tenant(None, "anybody") == "anybody"
     assert guard.tls is None and not guard.has_keys
 

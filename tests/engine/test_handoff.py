@@ -18,7 +18,7 @@ from tests.engine.driving import (
     tokens_of,
 )
 from workers.engine.blocks import BlockPool
-from workers.engine.leases import LeaseBook
+from workers.engine.leases import LeaseManager
 from workers.engine.sequence import Lease
 from workers.errors import InvalidRequest, UnknownSequence
 from workers.request import HeadOut
@@ -92,7 +92,7 @@ def test_a_migrating_decode_continues_and_digests_its_blocks_in_later_steps() ->
 
 def test_without_digests_an_offer_is_complete_at_once() -> None:
     pool = BlockPool(8, 4)
-    leases = LeaseBook(pool, 10.0, digest=False)
+    leases = LeaseManager(pool, 10.0, digest=False)
     blocks = pool.allocate(3)
     pool.share(blocks)
     lease = leases.offer("a/0", blocks, 0.0)

@@ -15,7 +15,7 @@ from workers.config import KEPT_SHARE
 from workers.engine.blocks import BlockPool
 from workers.engine.borrowing import BlockMove
 from workers.engine.engine import Engine
-from workers.engine.loans import LENDS_AGAIN_S, RECALL_S, LoanBook
+from workers.engine.loans import LENDS_AGAIN_S, RECALL_S, LoanManager
 from workers.engine.sequence import Lease, Sequence, SpanReturn
 from workers.engine.step import Chunk, RemoteKV
 from workers.ops.batch import SPAN
@@ -471,9 +471,9 @@ def test_every_answer_is_whole_or_fails_and_every_block_comes_back(
 # ---- the lender's book -----------------------------------------------------------------------------------------
 
 
-def book(num_blocks: int = 40) -> tuple[LoanBook, BlockPool]:
+def book(num_blocks: int = 40) -> tuple[LoanManager, BlockPool]:
     pool = BlockPool(num_blocks, BLOCK)
-    return LoanBook(pool, 10.0), pool
+    return LoanManager(pool, 10.0), pool
 
 
 def test_a_lender_keeps_a_share_of_its_pool() -> None:
@@ -543,7 +543,7 @@ def test_blocks_that_the_borrower_gave_up_are_taken_back_when_it_borrows_more() 
     assert loans.ready(number, 12, 0.0) == (*first, *second) and pool.num_free == 28
 
 
-def filled(loans: LoanBook, count: int, now_s: float = 0.0) -> int:
+def filled(loans: LoanManager, count: int, now_s: float = 0.0) -> int:
     number, _ = loans.take(count, now_s)
     loans.filled(number, now_s, arrived=True)
     return number

@@ -26,7 +26,7 @@ from workers.engine.blocks import BlockPool, OutOfBlocks, block_hashes
 from workers.engine.engine import Engine
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import StepCopies
-from workers.engine.leases import LeaseBook
+from workers.engine.leases import LeaseManager
 from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.sequence import Lease
 from workers.request import Request
@@ -40,7 +40,7 @@ class Side:
 
     def __init__(self, num_blocks: int = 8, *, digest: bool = True, prefix_blocks: int = 1) -> None:
         self.pool = BlockPool(num_blocks, BLOCK, block_bytes=1)
-        self.leases = LeaseBook(self.pool, 10.0, digest=digest)
+        self.leases = LeaseManager(self.pool, 10.0, digest=digest)
         self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks, StepEstimate(LinearCost()))
 
     def computed(self, tokens: range, *, key_digests: int = 99) -> None:

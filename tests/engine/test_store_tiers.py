@@ -28,7 +28,7 @@ from workers.engine.blocks import BlockPool, block_hashes
 from workers.engine.engine import Engine
 from workers.engine.host_cache import HostCache
 from workers.engine.kv_event_log import KVEventLog, Tier
-from workers.engine.loads import PATIENCE
+from workers.engine.prefetch import PATIENCE
 from workers.engine.read_speed import ReadSpeed
 from workers.engine.store_tiers import READS_AT_ONCE, StoreTier
 from workers.request import FailedOut, TokensOut

@@ -9,5 +9,5 @@ def wait_for_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(gap: Gap, seconds: StepSeconds) -> Choice:
         return Choice(0, True, 0.0) if gap.can_wait else choose(gap, seconds)
 
-    monkeypatch.setattr("workers.engine.loads.choose", wait)
-    monkeypatch.setattr("workers.engine.loads.PATIENCE", 1e9)
+    monkeypatch.setattr("workers.engine.prefetch.choose", wait)
+    monkeypatch.setattr("workers.engine.prefetch.PATIENCE", 1e9)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from workers.executor import opening, rank, rank_server
+from workers.executor import rank, rank_loader, rank_server
 from workers.executor.rank_spec import RankSpec
 from workers.model.folder import ModelFolder
 from workers.ops.collective import PointToPoint
@@ -67,9 +67,9 @@ def _doom(fate: Fate) -> None:
         case "join":
             before(rank_server, "_join")
         case "meet":
-            before(opening._Loader, "load")
+            before(rank_loader._Loader, "load")
         case "load":
-            before(opening._Loader, "_load")
+            before(rank_loader._Loader, "_load")
         case "opened":
             before(rank.Rank, "shard")
         case "warm-up":

@@ -22,8 +22,8 @@ from workers.config import ParallelConfig
 from workers.engine.executor import SpanQuery
 from workers.engine.step import ELSEWHERE, Chunk, Draw, RemoteKV, StepPlan, StepResult
 from workers.executor import remote_kv
-from workers.executor.opening import open_solo
 from workers.executor.rank import Rank
+from workers.executor.rank_loader import open_solo
 from workers.executor.remote_kv import RemoteStates, by_heads
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder

@@ -19,8 +19,8 @@ from kvtransfer.transport import PullOrder
 from tests.model.test_executor import BLOCKS, PROMPT, config, open_tiny, prompt_plan
 from workers.config import WorkerConfig
 from workers.engine.step import StepResult
-from workers.executor.opening import open_solo
 from workers.executor.rank import Rank
+from workers.executor.rank_loader import open_solo
 from workers.model.folder import ModelFolder
 from workers.ops.completion import record_event_on, side_stream_on
 from workers.request import Request, SamplingParams

@@ -21,8 +21,8 @@ from workers.engine.kv_event_log import Tier
 from workers.engine.read_speed import ReadSpeed
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import KVStoreError
-from workers.executor.opening import open_solo
 from workers.executor.rank import Rank
+from workers.executor.rank_loader import open_solo
 from workers.executor.rank_store import DiskCache
 from workers.kv_events import prefix_hashes
 from workers.kv_store.health import MAX_FAILURES

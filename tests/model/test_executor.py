@@ -14,8 +14,8 @@ from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.executor import Executor
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import ModelError
-from workers.executor.opening import kv_dtype, open_solo
 from workers.executor.rank import Rank
+from workers.executor.rank_loader import kv_dtype, open_solo
 from workers.model.folder import ModelFolder
 from workers.request import SamplingParams
 
@@ -175,7 +175,7 @@ async def test_bfloat16_without_hardware_for_it_is_warned_about(
     tiny: ModelFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for has_it in (True, False):
-        monkeypatch.setattr("workers.executor.opening.multiplies_bfloat16", lambda has_it=has_it: has_it)
+        monkeypatch.setattr("workers.executor.rank_loader.multiplies_bfloat16", lambda has_it=has_it: has_it)
         executor = await open_solo(config(weights="bfloat16"), tiny, "w-1", SharedMemory())
         await executor.close()
         assert ("this CPU has no instructions for it" in caplog.text) != has_it

@@ -34,8 +34,8 @@ from workers.executor import rank as rank_module
 from workers.executor import remote_rank
 from workers.executor.gang import GangExecutor, open_gang
 from workers.executor.kv_pool import KVPool
-from workers.executor.opening import open_solo
 from workers.executor.rank import ModelPart, Rank
+from workers.executor.rank_loader import open_solo
 from workers.executor.rank_server import RankTasks, serve_rank
 from workers.executor.rank_spec import RankSpec, Rendezvous
 from workers.model.folder import ModelFolder

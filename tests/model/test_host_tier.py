@@ -19,7 +19,7 @@ from workers.engine.engine import Engine
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import ModelError
 from workers.executor.kv_pool import _host_memory, allocate_pool
-from workers.executor.opening import open_solo
+from workers.executor.rank_loader import open_solo
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.kv_layers import kv_layout

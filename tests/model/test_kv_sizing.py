@@ -20,12 +20,12 @@ from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import ByteSize, CacheConfig, EngineConfig
 from workers.errors import ModelError
-from workers.executor import kv_pool, opening
+from workers.executor import kv_pool, rank_loader
 from workers.executor.cuda_graphs import PAGE_BYTES, MemoryUse
 from workers.executor.kv_pool import allocate_pool
 from workers.executor.kv_sizing import HOST_SHARE, DeviceMemory, blocks_in_use, check_blocks, spare_share
-from workers.executor.opening import has_default_host_cache, open_solo
 from workers.executor.rank import ModelPart
+from workers.executor.rank_loader import has_default_host_cache, open_solo
 from workers.executor.warm_up import fullest_step
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
@@ -96,7 +96,7 @@ async def test_all_ranks_take_what_fits_on_the_one_with_least_room(
     of_rank = solo.facts.layout.block_bytes // 3  # a head of three, or a layer of three
     await solo.close()
     rooms = itertools.count(30, 10)
-    monkeypatch.setattr(opening, "memory_of", lambda _: (int((next(rooms) + 0.5) * of_rank / HOST_SHARE), 1 << 50))
+    monkeypatch.setattr(rank_loader, "memory_of", lambda _: (int((next(rooms) + 0.5) * of_rank / HOST_SHARE), 1 << 50))
     gang = await open_tasks(model, tensor, pipeline, kv_blocks=0)
     assert gang.facts.kv_blocks == 30
     assert [shard.num_blocks for shard in gang.shards()] == [30, 30, 30]
@@ -139,12 +139,12 @@ def test_a_gpu_measures_its_steps_and_graphs_over_scratch_blocks(
         work()
         return work
 
-    monkeypatch.setattr(opening, "cuda_capture", lambda: capture)
-    monkeypatch.setattr(opening, "cuda_memory_use", lambda device: MemoryUse(7 * len(captures), -len(captures)))
+    monkeypatch.setattr(rank_loader, "cuda_capture", lambda: capture)
+    monkeypatch.setattr(rank_loader, "cuda_memory_use", lambda device: MemoryUse(7 * len(captures), -len(captures)))
     decoder = load_decoder(model, torch.device("cpu"), torch.float32)
     engine = EngineConfig(max_running=3, max_batch_tokens=24, block_size=8)
-    facts = opening.model_facts(model, read_model_config(model.path), replace(engine, dtype="float32"))
-    measured = opening._measured(
+    facts = rank_loader.model_facts(model, read_model_config(model.path), replace(engine, dtype="float32"))
+    measured = rank_loader._measured(
         ModelPart(decoder), facts.layout, torch.device("cpu"), engine, CONTEXT, is_captured=True
     )
     assert measured == (4000, 7 + 3 * PAGE_BYTES)  # of the first graph, and a page for each of three
@@ -194,8 +194,8 @@ async def test_ranks_take_the_smallest_default_host_cache_that_one_proposes(
 ) -> None:
     """As on GPUs: the pool's 16 blocks and half as many."""
     proposals = iter((16, 8))
-    monkeypatch.setattr(opening, "has_default_host_cache", lambda *_: True)
-    monkeypatch.setattr(opening, "default_host_cache_blocks", lambda *_: next(proposals))
+    monkeypatch.setattr(rank_loader, "has_default_host_cache", lambda *_: True)
+    monkeypatch.setattr(rank_loader, "default_host_cache_blocks", lambda *_: next(proposals))
     gang = await open_tasks(model, tensor, pipeline)
     assert gang.facts.host_cache_blocks == 8
     await gang.close()

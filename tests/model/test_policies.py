@@ -13,7 +13,7 @@ from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
 from workers.config import BATCHING, EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.engine import Engine
 from workers.engine.step import StepPlan, StepResult
-from workers.executor.opening import open_solo
+from workers.executor.rank_loader import open_solo
 from workers.model.folder import ModelFolder
 from workers.request import Request, SamplingParams, TokensOut
 from workers.stats import WorkerStats

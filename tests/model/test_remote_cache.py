@@ -17,7 +17,7 @@ from tests.model.test_disk_cache import BLOCK_BYTES, WAIT_S, Client, config
 from workers.config import ByteSize, CacheConfig, RemoteCacheConfig, WorkerConfig
 from workers.engine.kv_event_log import Tier
 from workers.errors import KVStoreError
-from workers.executor.opening import open_solo
+from workers.executor.rank_loader import open_solo
 from workers.executor.rank_store import RemoteCache
 from workers.kv_store import remote_store
 from workers.model.folder import ModelFolder

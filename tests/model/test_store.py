@@ -17,7 +17,7 @@ from tests.model.tiny import write_tiny_llama
 from tests.model.tiny_gguf import LAYERS, hub_attention, write_tiny_gguf
 from workers.config import EngineConfig
 from workers.errors import ModelError
-from workers.executor.opening import model_facts
+from workers.executor.rank_loader import model_facts
 from workers.model import content, store
 from workers.model.config import read_model_config
 from workers.model.content import content_id, file_id

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from cluster.policy.scaling.balance import SOON_S, Group, Mix, attained, gain, shares
-from cluster.policy.scaling.elastic import CALM, PATIENCE, Elastic
+from cluster.policy.scaling.balance import SOON_S, Group, Mix, attained, gain, utilization
+from cluster.policy.scaling.elastic import MIN_FLIP_UTILIZATION, PATIENCE, Elastic
 from cluster.policy.scaling.offered_load import RECENT_S, LoadReport, Sample
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, Decision, PoolView, WorkerState, WorkerView
@@ -39,16 +39,16 @@ def split(prefill: int, decode: int, mixed: int = 0) -> list[Group]:
 
 
 def test_idle_workers_have_a_share_of_zero_and_those_that_miss_an_slo_alone_an_infinite_one() -> None:
-    found = shares(split(1, 1), replace(PROMPTS, rate=1e-6))
+    found = utilization(split(1, 1), replace(PROMPTS, rate=1e-6))
     assert max(found.ttft, found.tpot) < 1e-4 and found.decode_queue == pytest.approx(0.0, abs=0.03)
     idle = replace(PROMPTS, rate=1e-6, ttft_s=0.6, tpot_s=0.02)
-    found = shares(split(1, 1), idle)
+    found = utilization(split(1, 1), idle)
     assert found.ttft == pytest.approx(0.62 / 0.6, rel=1e-3), "the step alone takes as long"
     assert found.tpot == pytest.approx(0.0205 / 0.02, rel=1e-3)
 
 
 def test_a_batch_whose_step_takes_as_long_as_the_slo_is_full_load() -> None:
-    found = shares(split(1, 4), replace(ANSWERS, rate=2.0))
+    found = utilization(split(1, 4), replace(ANSWERS, rate=2.0))
     batch = (0.04 - 0.02) / 0.0005
     assert found.tpot == pytest.approx(2.0 * 799 * 0.04 / 4 / batch, rel=0.02)
 
@@ -57,11 +57,11 @@ def test_prompts_wait_as_in_the_queue_of_one_server() -> None:
     """Pollaczek and Khinchine: load / (1 - load) * (1 + spread) / 2 services; one in ten waits for twice that."""
     load = 0.5
     in_time = replace(PROMPTS, rate=load / 0.62, spread=0.0, ttft_s=0.62 + 2.0 * 0.62 * load / (1.0 - load) / 2.0)
-    assert shares(split(1, 4), in_time).ttft == pytest.approx(1.0, rel=0.01)
+    assert utilization(split(1, 4), in_time).ttft == pytest.approx(1.0, rel=0.01)
 
 
 def test_a_missing_phase_is_an_infinite_load() -> None:
-    assert shares(split(2, 0), PROMPTS).worst == math.inf == shares(split(0, 2), PROMPTS).worst
+    assert utilization(split(2, 0), PROMPTS).worst == math.inf == utilization(split(0, 2), PROMPTS).worst
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,8 +78,8 @@ def test_more_load_never_lowers_a_share(
 ) -> None:
     mix = Mix(rate, prompt, prompt, output, 2.0, 0.04)
     now, more = (
-        shares(split(prefill, decode, mixed), mix),
-        shares(split(prefill, decode, mixed), replace(mix, rate=rate * 1.5)),
+        utilization(split(prefill, decode, mixed), mix),
+        utilization(split(prefill, decode, mixed), replace(mix, rate=rate * 1.5)),
     )
     assert more.ttft >= now.ttft - 1e-6 and more.decode_queue >= now.decode_queue - 1e-3
     assert more.tpot >= now.tpot - 1e-3 and now.worst > 0.0
@@ -89,9 +89,9 @@ def test_more_load_never_lowers_a_share(
 @given(st.integers(1, 6), st.integers(1, 6), st.floats(0.1, 30), st.sampled_from([PROMPTS, ANSWERS]))
 def test_one_more_worker_never_raises_a_share(prefill: int, decode: int, rate: float, mix: Mix) -> None:
     mix = replace(mix, rate=rate)
-    now = shares(split(prefill, decode), mix)
-    assert shares(split(prefill + 1, decode), mix).ttft <= now.ttft + 1e-6
-    assert shares(split(prefill, decode + 1), mix).tpot <= now.tpot + 1e-3
+    now = utilization(split(prefill, decode), mix)
+    assert utilization(split(prefill + 1, decode), mix).ttft <= now.ttft + 1e-6
+    assert utilization(split(prefill, decode + 1), mix).tpot <= now.tpot + 1e-3
 
 
 # ---- the decision ------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_steps_that_take_longer_than_their_costs_say_are_believed() -> None:
 
 def test_a_change_waits_for_dwell_and_cooldown() -> None:
     mild = replace(ANSWERS, rate=3.6)
-    assert CALM < shares(split(3, 3), mild).worst < 1.0
+    assert MIN_FLIP_UTILIZATION < utilization(split(3, 3), mild).worst < 1.0
     cluster = Cluster(spec(dwell_s=4.0, cooldown_s=1000.0))
     assert not cluster.run(4, mild)
     assert len(cluster.run(60, mild)) == 1
@@ -338,15 +338,15 @@ def test_a_new_kind_of_prompts_shows_before_it_fills_the_window() -> None:
 def test_running_answers_keep_their_workers_when_the_kind_of_prompts_changes() -> None:
     """Right after the shift nine tenths of the decodes are long answers, which do not fit on two workers."""
     mixed = replace(PROMPTS, answers=ANSWERS.decoded)
-    assert shares(split(4, 2), mixed).tpot > 1.0 > shares(split(4, 2), PROMPTS).tpot
-    assert shares(split(4, 2), mixed).ttft == shares(split(4, 2), PROMPTS).ttft
+    assert utilization(split(4, 2), mixed).tpot > 1.0 > utilization(split(4, 2), PROMPTS).tpot
+    assert utilization(split(4, 2), mixed).ttft == utilization(split(4, 2), PROMPTS).ttft
 
 
 def test_answers_count_once_they_accumulate_so_a_short_burst_changes_no_role() -> None:
     calm, burst = replace(ANSWERS, rate=1.0), replace(ANSWERS, rate=6.0)
-    assert shares(split(3, 3), calm).worst < CALM and shares(split(3, 3), burst).tpot > 1.0
+    assert utilization(split(3, 3), calm).worst < MIN_FLIP_UTILIZATION and utilization(split(3, 3), burst).tpot > 1.0
     began = replace(burst, answers=replace(burst.decoded, running=20.0, soon=40.0))
-    assert shares(split(3, 3), began).tpot == shares(split(3, 3), replace(began, rate=1.0)).tpot < 1.0
+    assert utilization(split(3, 3), began).tpot == utilization(split(3, 3), replace(began, rate=1.0)).tpot < 1.0
     cluster = Cluster(spec())
     assert not cluster.run(60, calm) and not cluster.run(3, burst) and not cluster.run(60, calm)
     assert cluster.run(60, burst)[0].role in (Role.DECODE, Role.MIXED)
@@ -366,7 +366,9 @@ def test_few_requests_change_no_role_if_it_may_be_chance() -> None:
     """The same work in fewer, longer prompts is the same share of full load, but a less certain one."""
     many = Mix(6.0, 2100, 2100, 40, ttft_s=8.0, tpot_s=0.04, spread=0.0)
     few = replace(many, rate=1.05, prompt_tokens=10_500, computed_tokens=10_500)
-    assert CALM < shares(split(3, 3), few).worst <= shares(split(3, 3), many).worst + 0.05 < 1.0
+    assert (
+        MIN_FLIP_UTILIZATION < utilization(split(3, 3), few).worst <= utilization(split(3, 3), many).worst + 0.05 < 1.0
+    )
     margins: dict[str, Any] = {"window_s": 5.0, "dwell_s": 1.0}
     assert Cluster(spec(**margins)).run(30, many)
     assert not Cluster(spec(**margins)).run(30, few)
@@ -376,7 +378,7 @@ def test_few_requests_change_no_role_if_it_may_be_chance() -> None:
 
 
 def gained(mix: Mix, before: list[Group], after: list[Group], flips: int) -> float:
-    return gain(before, shares(before, mix), after, flips, mix)
+    return gain(before, utilization(before, mix), after, flips, mix)
 
 
 def test_at_full_load_one_request_in_ten_is_late_and_beyond_it_those_that_exceed_it() -> None:
@@ -388,7 +390,7 @@ def test_at_full_load_one_request_in_ten_is_late_and_beyond_it_those_that_exceed
 
 def test_roles_that_serve_the_load_gain_nothing_by_a_change() -> None:
     quiet = replace(PROMPTS, rate=2.0, requests=100.0, seen_s=20.0)
-    assert shares(split(3, 3), quiet).worst < CALM
+    assert utilization(split(3, 3), quiet).worst < MIN_FLIP_UTILIZATION
     assert gained(quiet, split(3, 3), split(4, 2), 1) < 0.0
     busy = replace(quiet, rate=6.0)
     assert gained(busy, split(3, 3), split(4, 2), 1) > 0.1
@@ -406,9 +408,11 @@ def test_cached_prefixes_on_the_workers_that_change_are_lost() -> None:
     cached = Mix(9.0, 3000, 300, 300, ttft_s=2.0, tpot_s=0.06, seen_s=20.0)
     cold = replace(cached, computed_tokens=300 + 2700 / 6)
     now, after = split(0, 0, 6), split(1, 0, 5)
-    expected = attained(shares(after, cold).worst) / attained(shares(now, cached).worst) - 1.0 - SOON_S / (6 * 20.0)
+    expected = (
+        attained(utilization(after, cold).worst) / attained(utilization(now, cached).worst) - 1.0 - SOON_S / (6 * 20.0)
+    )
     assert gained(cached, now, after, 1) == pytest.approx(expected)
-    assert attained(shares(after, cold).worst) < attained(shares(after, cached).worst)
+    assert attained(utilization(after, cold).worst) < attained(utilization(after, cached).worst)
 
 
 def test_mixed_workers_with_cached_prefixes_stay_mixed_where_others_split() -> None:

@@ -21,7 +21,7 @@ from cluster.policy.routing.lending import Lending
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.policy.routing.slo.router import MAX_EXHAUSTIVE, SLORouter
-from cluster.policy.scaling.balance import Group, Mix, shares
+from cluster.policy.scaling.balance import Group, Mix, utilization
 from cluster.policy.scaling.elastic import Elastic, _targets
 from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
@@ -170,7 +170,7 @@ class Unlike:
             for role, count in zip(ROLES, each, strict=True)
             if pool.cost is not None
         ]
-        return shares(groups, mix).worst
+        return utilization(groups, mix).worst
 
     def least(self, mix: Mix) -> float:
         """Of all roles that there can be."""
@@ -229,7 +229,7 @@ def test_a_faster_worker_raises_no_share(share: float, prefills: int, decodes: i
         Group("a", Role.DECODE, decodes, cost, 200_000, 256),
     ]
     like, quick = (Group("b", role, 1, each, 200_000, 256) for each in (cost, cost.scaled(share)))
-    before, after = shares([*there, like], mix), shares([*there, quick], mix)
+    before, after = utilization([*there, like], mix), utilization([*there, quick], mix)
     assert after.ttft <= before.ttft * 1.001 + 1e-6
     rounding = 0.5 / (200_000 / 900)  # step times are those of whole sequences, of as many as fit on a worker
     assert after.decode_queue <= before.decode_queue * 1.001 + rounding

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from cluster.policy.active_requests import Work
+from cluster.policy.active_requests import ActiveRequest
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.lending import MAX_LENDERS, Lending
 from cluster.policy.routing.router import Placement, PlacementRequest
@@ -53,9 +53,9 @@ def test_the_worker_with_most_free_memory_serves_it_and_the_next_ones_lend_first
     assert (placement.decode, placement.lenders) == ("b", ("c", "a"))  # d has nothing above the share it keeps
 
 
-def borrowing(decode: str, prompt: int, **fields: Any) -> Work:
+def borrowing(decode: str, prompt: int, **fields: Any) -> ActiveRequest:
     settings: dict[str, Any] = {"began_s": 0.0, "first_token_s": 9.0} | fields
-    return Work("b/0", decode, decode, prompt, prompt, 10, 1.0, **settings)
+    return ActiveRequest("b/0", decode, decode, prompt, prompt, 10, 1.0, **settings)
 
 
 def test_a_request_waits_for_memory_that_earlier_ones_still_take() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from cluster.policy.active_requests import ActiveRequests, Work
+from cluster.policy.active_requests import ActiveRequest, ActiveRequests
 from cluster.policy.admission.early_rejection import Admission
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
@@ -300,7 +300,9 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
     short = [WorkerTable(LatencyPredictor(made, active), active, PrefixIndex(), TARGET.tpot_s) for _ in range(2)]
     for number, row in enumerate(running):
         decode = f"{'pdm'[row % 3]}{row}"
-        active.began(Work(f"r{number}", "p0", decode, 300, 200, 50, 0.1 * number, 1000.0, 1000.1, tpot_slo_s=0.05))
+        active.began(
+            ActiveRequest(f"r{number}", "p0", decode, 300, 200, 50, 0.1 * number, 1000.0, 1000.1, tpot_slo_s=0.05)
+        )
     workers = tuple(
         worker(f"{'pdm'[row % 3]}{row}", running=busy, queued_tokens=busy + queued, used=used)
         for row, (busy, queued, used) in enumerate(cases)

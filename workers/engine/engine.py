@@ -23,15 +23,15 @@ from workers.engine.engine_stats import EngineStats
 from workers.engine.estimate import StepEstimate
 from workers.engine.executor import ModelFacts, RunningDecodes
 from workers.engine.host_tier import StepCopies
-from workers.engine.leases import LeaseBook
-from workers.engine.loads import Loads
-from workers.engine.loans import LoanBook
+from workers.engine.leases import LeaseManager
+from workers.engine.loans import LoanManager
+from workers.engine.prefetch import Prefetcher
 from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.reservations import Reservations
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
-from workers.engine.sequence_book import EngineOutput as EngineOutput
-from workers.engine.sequence_book import SequenceBook
+from workers.engine.sequence_manager import EngineOutput as EngineOutput
+from workers.engine.sequence_manager import SequenceManager
 from workers.engine.step import BrokenStep, RemoteKV, StepPlan, StepResult
 from workers.engine.store_tiers import StoreTier
 from workers.errors import InvalidRequest, Overloaded
@@ -82,17 +82,17 @@ class Engine:
         self._eos = facts.eos_token_ids
         self._vocab_size = facts.vocab_size
         self._estimate = StepEstimate(cost or LinearCost(), self._pool.block_bytes)
-        self._leases = LeaseBook(self._pool, transfer.lease_s, digest=transfer.digest)
-        self._loans = LoanBook(self._pool, transfer.lease_s)
+        self._leases = LeaseManager(self._pool, transfer.lease_s, digest=transfer.digest)
+        self._loans = LoanManager(self._pool, transfer.lease_s)
         self._stores = [StoreTier(store, self._pool) for store in stores]
         self._pool.forget_in_stores = lambda hashes: [store.forget(hashes) for store in self._stores]
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self._prefix_fetches = PrefixFetches(self._pool, self._leases, prefix_blocks, self._estimate)
-        self._loads = Loads(self._stores, self._pool, self._estimate, self._prefix_fetches)
-        self._scheduler = Scheduler(config, self._pool, self._leases, self._loads, self._estimate, depth=depth)
+        self._prefetcher = Prefetcher(self._stores, self._pool, self._estimate, self._prefix_fetches)
+        self._scheduler = Scheduler(config, self._pool, self._leases, self._prefetcher, self._estimate, depth=depth)
         self._kv = self._scheduler.kv
-        self._sequences = SequenceBook(
-            self._pool, self._scheduler, self._leases, self._loads, facts.eos_token_ids, config.dtype
+        self._sequences = SequenceManager(
+            self._pool, self._scheduler, self._leases, self._prefetcher, facts.eos_token_ids, config.dtype
         )
         parts = self._pool, self._scheduler, self._leases, self._loans
         self._reservations = Reservations(
@@ -113,11 +113,11 @@ class Engine:
         return self._pool
 
     @property
-    def leases(self) -> LeaseBook:
+    def leases(self) -> LeaseManager:
         return self._leases
 
     @property
-    def loans(self) -> LoanBook:
+    def loans(self) -> LoanManager:
         return self._loans
 
     @property
@@ -130,7 +130,7 @@ class Engine:
         return self._prefix_fetches
 
     @property
-    def sequences(self) -> SequenceBook:
+    def sequences(self) -> SequenceManager:
         return self._sequences
 
     @property
@@ -164,9 +164,9 @@ class Engine:
         if borrows:
             self._kv.moves.add(sequence)
         else:
-            self._loads.begin(sequence, now_s)
+            self._prefetcher.begin(sequence, now_s)
             if self._scheduler.num_in_flight:  # it has to wait, and else its turn decides where to begin
-                self._loads.read()
+                self._prefetcher.read()
 
     def pin(self, request: Request, ttl_s: float, now_s: float) -> None:
         """Keep the prompt's full blocks in host memory, once they are computed, until `ttl_s` after their last use.
@@ -197,7 +197,7 @@ class Engine:
         if ahead and not self._scheduler.runs_ahead:
             return None
         self._kv.moves.start(is_short=bool(self._scheduler.queues.waiting))
-        self._loads.schedule(now_s)
+        self._prefetcher.schedule(now_s)
         missing = self._kv.take_missing()  # for reservations
         step = self._scheduler.schedule(now_s, ahead=ahead)
         lacking = self._kv.take_missing()
@@ -205,7 +205,7 @@ class Engine:
             self._loans.recall(missing, now_s)
         if self._reservations.revoke(lacking if step is None else 0, now_s):
             step = self._scheduler.schedule(now_s)
-        self._loads.read()
+        self._prefetcher.read()
         if step is None:
             return None if ahead else self._without_sequences()
         if step.error is not None:
@@ -229,7 +229,7 @@ class Engine:
     @unaffected
     def wakes_at_s(self) -> float:
         """When to call `schedule` again if nothing else happens, since a prompt has then waited long enough."""
-        return min(self._loads.wakes_at_s, self._reservations.wakes_at_s)
+        return min(self._prefetcher.wakes_at_s, self._reservations.wakes_at_s)
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Apply the result of the oldest step in flight."""
@@ -406,5 +406,5 @@ class Engine:
             ]
         )
         self._scheduler.check()
-        self._loads.check()
+        self._prefetcher.check()
         self._sequences.check()

@@ -7,11 +7,11 @@ from msgspec import structs
 from workers.engine.blocks import BlockPool
 from workers.engine.cache_hits import DEVICE, FETCHED, HOST
 from workers.engine.estimate import StepEstimate
-from workers.engine.leases import LeaseBook
-from workers.engine.loans import LoanBook
+from workers.engine.leases import LeaseManager
+from workers.engine.loans import LoanManager
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import State
-from workers.engine.sequence_book import SequenceBook
+from workers.engine.sequence_manager import SequenceManager
 from workers.engine.store_tiers import StoreTier
 from workers.stats import BorrowStats, Pulls, TierStats, WorkerStats
 
@@ -23,10 +23,10 @@ class EngineStats:
         self,
         pool: BlockPool,
         scheduler: Scheduler,
-        leases: LeaseBook,
-        loans: LoanBook,
+        leases: LeaseManager,
+        loans: LoanManager,
         stores: Items[StoreTier],
-        sequences: SequenceBook,
+        sequences: SequenceManager,
         estimate: StepEstimate,
     ) -> None:
         self._pool = pool

@@ -31,7 +31,7 @@ class Watermark:
     ttl_s: float
 
 
-class LeaseBook:
+class LeaseManager:
     """Owned by an Engine. A lease holds one reference to each of its blocks."""
 
     def __init__(self, pool: BlockPool, ttl_s: float, *, digest: bool) -> None:

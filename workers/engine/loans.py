@@ -39,7 +39,7 @@ class Loan:
         return self.num_ready != len(self.blocks)
 
 
-class LoanBook:
+class LoanManager:
     """What this worker lends. Owned by an Engine. A loan holds one reference to each of its blocks."""
 
     def __init__(self, pool: BlockPool, ttl_s: float) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from workers.config import RESTORED_SHARE
 from workers.engine.blocks import BlockPool, Cached, OutOfBlocks, block_hashes
 from workers.engine.estimate import StepEstimate
-from workers.engine.leases import LeaseBook
+from workers.engine.leases import LeaseManager
 from workers.engine.read_speed import ReadSpeed
 from workers.engine.sequence import Lease
 from workers.kv_events import prefix_hash_of_block, prefix_hashes
@@ -100,7 +100,7 @@ def _worth_a_read(latency_s: float, unit_s: float, most: int) -> int:
 class PrefixFetches:
     """Owned by an Engine. `prefix_blocks`: a local prefix counts in multiples of this many blocks."""
 
-    def __init__(self, pool: BlockPool, leases: LeaseBook, prefix_blocks: int, estimate: StepEstimate) -> None:
+    def __init__(self, pool: BlockPool, leases: LeaseManager, prefix_blocks: int, estimate: StepEstimate) -> None:
         self._pool = pool
         self._leases = leases
         self._prefix_blocks = prefix_blocks

@@ -12,12 +12,12 @@ from collections.abc import Sequence as Items
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool
 from workers.engine.estimate import StepEstimate
-from workers.engine.leases import LeaseBook
-from workers.engine.loans import LoanBook
+from workers.engine.leases import LeaseManager
+from workers.engine.loans import LoanManager
 from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence, State
-from workers.engine.sequence_book import SequenceBook
+from workers.engine.sequence_manager import SequenceManager
 from workers.engine.slo import slot_refusal
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import MIXED_KV, Request, Reservation, check_prompt
@@ -33,11 +33,11 @@ class Reservations:
         config: EngineConfig,
         pool: BlockPool,
         scheduler: Scheduler,
-        leases: LeaseBook,
-        loans: LoanBook,
+        leases: LeaseManager,
+        loans: LoanManager,
         prefix_fetches: PrefixFetches,
         estimate: StepEstimate,
-        sequences: SequenceBook,
+        sequences: SequenceManager,
         *,
         max_length: int,
         vocab_size: int,

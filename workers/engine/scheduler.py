@@ -16,8 +16,8 @@ from workers.engine.blocks import BlockPool
 from workers.engine.estimate import StepEstimate, prompt_share
 from workers.engine.host_tier import StepCopies
 from workers.engine.kv_cache import KVCacheManager
-from workers.engine.leases import LeaseBook
-from workers.engine.loads import Loads
+from workers.engine.leases import LeaseManager
+from workers.engine.prefetch import Prefetcher
 from workers.engine.queues import Queues
 from workers.engine.sequence import Sequence
 from workers.engine.step_builder import StepBuilder
@@ -41,8 +41,8 @@ class Scheduler:
         self,
         config: EngineConfig,
         pool: BlockPool,
-        leases: LeaseBook,
-        loads: Loads,
+        leases: LeaseManager,
+        prefetcher: Prefetcher,
         estimate: StepEstimate,
         *,
         depth: int,
@@ -54,7 +54,7 @@ class Scheduler:
         self._max_batch_tokens = config.max_batch_tokens
         self._block_size = config.block_size
         self._leases = leases
-        self._loads = loads
+        self._prefetcher = prefetcher
         self._estimate = estimate
         self._depth = depth
         self._flights: deque[_Flight] = deque()
@@ -83,7 +83,7 @@ class Scheduler:
             self.queues,
             self.kv,
             self._leases,
-            self._loads,
+            self._prefetcher,
             self._estimate,
             now_s=now_s,
             decodable=tuple(decodable),

@@ -11,8 +11,8 @@ from workers.costs import CostModel
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import StepCopies
 from workers.engine.kv_cache import KVCacheManager
-from workers.engine.leases import LeaseBook
-from workers.engine.loads import Loads
+from workers.engine.leases import LeaseManager
+from workers.engine.prefetch import Prefetcher
 from workers.engine.queues import Queues
 from workers.engine.race import StepSeconds
 from workers.engine.sequence import Sequence, State
@@ -40,8 +40,8 @@ class StepBuilder:
         self,
         queues: Queues,
         kv: KVCacheManager,
-        leases: LeaseBook,
-        loads: Loads,
+        leases: LeaseManager,
+        prefetcher: Prefetcher,
         estimate: StepEstimate,
         *,
         now_s: float,
@@ -67,7 +67,7 @@ class StepBuilder:
         self._queues = queues
         self._kv = kv
         self._leases = leases
-        self._loads = loads
+        self._prefetcher = prefetcher
         self._budget = budget
         self._estimate = estimate
         self._rows = rows
@@ -120,11 +120,11 @@ class StepBuilder:
         return True
 
     def chunk(self, sequence: Sequence, most: int | None = None) -> int:
-        if self._may_take(sequence) and self._loads.has(sequence):
+        if self._may_take(sequence) and self._prefetcher.has(sequence):
             self._kv.restore(sequence, self.moves)
         missing = len(sequence.tokens) - sequence.num_scheduled
-        if self._loads:
-            missing = min(missing, self._loads.tokens_now(sequence, self._times()))
+        if self._prefetcher:
+            missing = min(missing, self._prefetcher.tokens_now(sequence, self._times()))
         count = self._take(sequence, missing if most is None else min(missing, most))
         self.share -= count
         return count
@@ -159,7 +159,7 @@ class StepBuilder:
             if sequence is None or (fits is not None and not fits(len(sequence.tokens) - sequence.num_computed)):
                 return None
             self.at_hand = sequence
-            until_s = self._loads.waits_until_s(sequence, self._times()) if self._loads else None
+            until_s = self._prefetcher.waits_until_s(sequence, self._times()) if self._prefetcher else None
             if until_s is None and (not self._reading or self._may_pass(sequence)):
                 if not self._kv.place(sequence, self.moves):
                     return None

@@ -1,6 +1,6 @@
 """What steps save in host memory is also written to stores, and where a store has a block, the KV event log says so.
 
-    device ──a step saves──> host ──the step has ended──> stores ──`loads` reads──> host
+    device ──a step saves──> host ──the step has ended──> stores ──`prefetch` reads──> host
 
 Pure.
 """

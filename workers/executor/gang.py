@@ -39,8 +39,8 @@ from workers.errors import ModelError, RankLost
 from workers.executor.bubble import BubbleMeter
 from workers.executor.gang_store import GangStore
 from workers.executor.gang_wire import GANG_PROTOCOL
-from workers.executor.opening import MEET_TIMEOUT_S, close_opened, open_rank
 from workers.executor.rank import Rank
+from workers.executor.rank_loader import MEET_TIMEOUT_S, close_opened, open_rank
 from workers.executor.rank_spec import RankLauncher, RankSpec, Rendezvous, sampling_rank
 from workers.executor.remote_kv import by_heads
 from workers.executor.remote_rank import CLOSE_TIMEOUT_S, RemoteRank

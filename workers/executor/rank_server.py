@@ -21,8 +21,8 @@ from kvtransfer.transport import PullOrder, ReadStats
 from workers.engine.executor import SpanQuery
 from workers.engine.step import RemoteKV
 from workers.executor import gang_wire as wire
-from workers.executor.opening import close_opened, open_rank
 from workers.executor.rank import Rank
+from workers.executor.rank_loader import close_opened, open_rank
 from workers.executor.rank_spec import RankSpec
 from workers.model.folder import ModelFolder
 

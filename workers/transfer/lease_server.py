@@ -11,7 +11,7 @@ from kvtransfer.digest import watch_reply
 from kvtransfer.ticket import PeerAddress, Piece, Progress
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor
-from workers.engine.leases import LeaseBook
+from workers.engine.leases import LeaseManager
 
 
 class LeaseServer:
@@ -23,7 +23,7 @@ class LeaseServer:
     def __init__(
         self,
         config: WorkerConfig,
-        leases: Callable[[], LeaseBook],
+        leases: Callable[[], LeaseManager],
         executor: Executor,
         address: Callable[[], PeerAddress],
         released: Callable[[], None],

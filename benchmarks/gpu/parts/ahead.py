@@ -17,8 +17,8 @@ from kvtransfer.open import RESERVED_BLOCKS
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.engine_loop import EngineLoop
-from workers.executor.opening import open_solo
 from workers.executor.rank import Rank
+from workers.executor.rank_loader import open_solo
 from workers.model.folder import ModelFolder
 from workers.request import Request, SamplingParams, TokensOut
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.served import SHARED_MEMORY
 from kvtransfer.open import RESERVED_BLOCKS
 from workers.config import ByteSize, CacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.executor.kv_pool import memory_of
-from workers.executor.opening import open_solo
+from workers.executor.rank_loader import open_solo
 from workers.model.folder import ModelFolder
 
 STEPS = 40

@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health
 from grpc_status import rpc_status
 
-from cluster.frontend.auth import Guard, KeyRefused
+from cluster.frontend.auth import Authenticator, KeyRefused
 from cluster.frontend.gateway import servable
 from cluster.frontend.grpc.sender import abort
 from cluster.frontend.grpc.statuses import code_name, status_of
@@ -74,7 +74,7 @@ def _stream_ended_in_time(inner: Callable[[Any, Any], AsyncIterator[Any]]) -> Ca
 class KeyInterceptor(grpc.aio.ServerInterceptor):
     """Requires an API key in the metadata of every call except those of the health service."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Authenticator) -> None:
         self._guard = guard
 
     async def intercept_service(

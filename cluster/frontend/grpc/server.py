@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
-from cluster.frontend.auth import Guard, Tls
+from cluster.frontend.auth import Authenticator, Tls
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.grpc.connection_limit import ConnectionLimit
@@ -44,7 +44,7 @@ class GrpcServer:
 
     def __init__(self, context: GatewayContext, *load_tokenizers: Callable[[], Tokenizer], eager: bool = False) -> None:
         self._eager = eager
-        self.guard = Guard(context.spec.gateway)  # shared with the HTTP server
+        self.guard = Authenticator(context.spec.gateway)  # shared with the HTTP server
         self._context = context
         self._load_tokenizers = load_tokenizers
         self._server: grpc.aio.Server | None = None
@@ -110,7 +110,7 @@ class GrpcServer:
             self._limiting.cancel()
 
 
-def _credentials(guard: Guard) -> grpc.ServerCredentials | None:
+def _credentials(guard: Authenticator) -> grpc.ServerCredentials | None:
     """TLS with the guard's current files at each new connection. None: no TLS."""
     first = guard.tls
     if first is None:

@@ -14,7 +14,7 @@ import grpc
 
 from cluster.control.changes import MAX_DRAIN_S, ControllerUnavailable
 from cluster.events import Completed
-from cluster.frontend.auth import Guard
+from cluster.frontend.auth import Authenticator
 from cluster.frontend.context import Operator
 from cluster.frontend.gateway import Gateway, GenerateOptions, servable
 from cluster.frontend.grpc.messages import (
@@ -55,7 +55,7 @@ MAX_PIN_S = 30 * 86_400.0
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Requests arrive as bytes, and large ones are decoded outside the event loop. Owned by the server."""
 
-    def __init__(self, models: ServedModels, guard: Guard) -> None:
+    def __init__(self, models: ServedModels, guard: Authenticator) -> None:
         self._models = models
         self._preprocessing = models.gateways[0].preprocessing  # of what is read before the model is known
         self._guard = guard

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.frontend.auth import Guard, KeyRefused, TenantRefused
+from cluster.frontend.auth import Authenticator, KeyRefused, TenantRefused
 from cluster.frontend.http.failures import failure_of
 from cluster.frontend.http.ui.routes import FILES
 from cluster.observe.metrics.gateway import Responses
@@ -129,7 +129,7 @@ class NameRequests:
 class RequireKey:
     """Refuses requests without a valid key, before reading their bodies. Sets the tenant header by the key."""
 
-    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+    def __init__(self, app: ASGIApp, guard: Authenticator) -> None:
         self._app = app
         self._guard = guard
 

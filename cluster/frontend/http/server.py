@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cluster.frontend.auth import Guard
+from cluster.frontend.auth import Authenticator
 from cluster.frontend.http.app import make_app
 from cluster.frontend.http.connection import BodyReader, Connection
 from cluster.frontend.http.listener import listen
@@ -43,7 +43,7 @@ INTERIM_S = (0.0, 0.1, 1.0, 5.0)  # interim responses after a client's half-clos
 class HttpServer:
     """Does not own the gateways. To stop: `drain`, close the gateways, `close`."""
 
-    def __init__(self, models: ServedModels, guard: Guard) -> None:
+    def __init__(self, models: ServedModels, guard: Authenticator) -> None:
         self._spec = models.spec.gateway
         self._scheme = "http" if guard.tls is None else "https"
         self._closing = False
@@ -298,7 +298,7 @@ class _Server(uvicorn.Server):
                     await self._ending.wait()
 
 
-def _reloading_context(guard: Guard) -> ssl.SSLContext:
+def _reloading_context(guard: Authenticator) -> ssl.SSLContext:
     """The context of a listening socket: each handshake uses the guard's current files. Requires a guard with TLS."""
     first = guard.tls
     assert first is not None, "the caller has checked that there is TLS"

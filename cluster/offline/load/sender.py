@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.events import Accepted, ClusterError, Completed, Delta, Queued, Rejected
 from cluster.frontend.text import TextDelta
-from cluster.offline.scoring.records import RequestOutcome, Run, Served
+from cluster.offline.scoring.records import RequestOutcome, RequestRecord, Run
 from cluster.offline.scoring.request_recorder import CountedAnswer, RequestRecorder, TokenChunk
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.prompts import request
@@ -190,7 +190,7 @@ class _Sender:
             notes=(*self._workload.notes, sent, *self._counting(served)),
         )
 
-    def _counting(self, served: tuple[Served, ...]) -> tuple[str, ...]:
+    def _counting(self, served: tuple[RequestRecord, ...]) -> tuple[str, ...]:
         """Notes about token counts and times that are not exact."""
         finished = [recorder for recorder in self._recorders if recorder.outcome is RequestOutcome.FINISHED]
         untimed = sum(recorder.untimed for recorder in finished)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from cluster.offline.plan.bottlenecks import Bottleneck, bottlenecks, margins
 from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.layouts import Layouts, Rated, decodes, instances, prefills
 from cluster.offline.plan.load import PlanLoad
@@ -21,7 +22,6 @@ from cluster.offline.plan.trial import (
     prefill_trial,
     prompt_latency,
 )
-from cluster.offline.plan.why import Binding, bindings, margins
 from cluster.spec import Role
 
 CAVEAT = "Analytical estimate without queueing: near these rates requests queue, and attainment is lower"
@@ -36,7 +36,7 @@ class Estimate:
     """`ttft_s` and `tpot_s`: of a short and of a long request, alone. `kv_tokens`: KV of one decoding worker.
 
     `at_once`: how many long requests that KV holds. `rate`: expected requests/s; 0 if too few requests would meet the
-    SLO even on an idle machine, and then `broken` says why. `bindings` and `margins`: why it is no more.
+    SLO even on an idle machine, and then `broken` says why. `bottlenecks` and `margins`: why it is no more.
     """
 
     layout: Layout
@@ -49,7 +49,7 @@ class Estimate:
     tpot_s: tuple[float, float]
     rate: float
     broken: str
-    bindings: tuple[Binding, ...] = ()
+    bottlenecks: tuple[Bottleneck, ...] = ()
     margins: str = ""
 
     @property
@@ -97,7 +97,7 @@ def estimate(request: PlanRequest, trial: Trial, ends: tuple[Lengths, Lengths], 
         ttft_s=ttfts_s,
         tpot_s=tpots_s,
         rate=min(trial.estimate, trial.max_rate) if hopeful else 0.0,
-        bindings=tuple(bindings(request, trial)) if hopeful else (),
+        bottlenecks=tuple(bottlenecks(request, trial)) if hopeful else (),
         margins=margins(trial, ttfts_s),
         broken="" if hopeful else _broken(trial, ttfts_s[0], tpots_s[0], kv_tokens, sum(short)),
     )

@@ -23,7 +23,7 @@ from cluster.offline.plan.search import SLACK
 from cluster.offline.plan.trial import FLOOR, Trial, full_trial
 from cluster.offline.scoring.figures import Percentiles, percentiles
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput, trying
-from cluster.offline.scoring.records import Served
+from cluster.offline.scoring.records import RequestRecord
 from cluster.offline.scoring.request_recorder import RequestRecorder
 from cluster.offline.sim.case import Case
 from cluster.offline.sim.clock import run
@@ -198,8 +198,8 @@ def _throughput(answer: InstanceAnswer, each: Map, on_progress: OnProgress) -> N
     )
 
 
-def _single_request(case: Case, lengths: tuple[int, int]) -> Served:
-    async def main() -> Served:
+def _single_request(case: Case, lengths: tuple[int, int]) -> RequestRecord:
+    async def main() -> RequestRecord:
         async with open_cluster(case.spec, case.models) as cluster:
             return await _send(cluster, Workload("one request", (Arrival(0.0, *lengths),)), 0, SLO())
 
@@ -219,7 +219,7 @@ async def _users(case: Case, lengths: LengthRanges, users: int, slo: SLO) -> Und
     clock = asyncio.get_running_loop().time
     async with open_cluster(case.spec, case.models) as cluster:
 
-        async def user(number: int, start_s: float) -> list[Served]:
+        async def user(number: int, start_s: float) -> list[RequestRecord]:
             await asyncio.sleep(start_s)
             indices = range(number * rounds, (number + 1) * rounds)
             return [await _send(cluster, workload, index, slo) for index in indices][1:]
@@ -236,7 +236,7 @@ async def _users(case: Case, lengths: LengthRanges, users: int, slo: SLO) -> Und
     return UnderLoad(users, ttft, tpot, sum(output for _, output in pairs) / seconds)
 
 
-async def _send(cluster: SimCluster, workload: Workload, index: int, slo: SLO) -> Served:
+async def _send(cluster: SimCluster, workload: Workload, index: int, slo: SLO) -> RequestRecord:
     """Send a request now and wait for its end. Raises what production raises."""
     clock = asyncio.get_running_loop().time
     recorder = RequestRecorder(index, replace(workload.arrivals[index], at_s=clock()), clock)

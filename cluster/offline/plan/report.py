@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from cluster.offline.plan.bottlenecks import changes
 from cluster.offline.plan.deploy import Layout, spec_of
 from cluster.offline.plan.dollars import price_line, serving_cost
 from cluster.offline.plan.estimate import CAVEAT, Estimate, Outline
@@ -14,7 +15,6 @@ from cluster.offline.plan.placement import PlacementResult
 from cluster.offline.plan.request import PlanRequest
 from cluster.offline.plan.trial import Option
 from cluster.offline.plan.verdict import FirstVerdict, PlanVerdict
-from cluster.offline.plan.why import changes
 from cluster.offline.scoring.figures import slo_text
 from cluster.spec import ClusterSpec
 from cluster.spec_file import FILE_DEFAULTS
@@ -114,7 +114,7 @@ def lines_of(request: PlanRequest, each: Estimate) -> list[str]:
         f"  single request: {each.latency}",
         f"  {each.throughput}{few}",
         *([f"  {cost.words}"] if cost else []),
-        *(f"  {one.words}" for one in each.bindings),
+        *(f"  {one.words}" for one in each.bottlenecks),
         *([f"  {each.margins}"] if each.rate else []),
     ]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.observe.ledger import Span
 from cluster.offline.report.spans import lanes, phases, transfer, whole
-from cluster.offline.scoring.records import Run, Served, StepRecord
+from cluster.offline.scoring.records import RequestRecord, Run, StepRecord
 
 Event = dict[str, Any]
 REQUESTS = 1  # process id of the requests; workers follow
@@ -84,7 +84,7 @@ def _arrows(run: Run, places: dict[int, tuple[int, int]]) -> Iterator[Event]:
                 yield {"ph": kind, **flow, "pid": process, "tid": thread, "ts": round(at_s * 1e6), **bound}
 
 
-def _request(served: Served) -> Iterator[Event]:
+def _request(served: RequestRecord) -> Iterator[Event]:
     """The request with its phases, and its KV handoff on a separate track, because it overlaps with them."""
     args = {
         "ending": served.outcome.value,

@@ -28,7 +28,7 @@ from cluster.offline.report.style import (
 from cluster.offline.report.table import SystemResult, unit_of
 from cluster.offline.scoring.figures import Figures, Percentiles, attainment, slo_text
 from cluster.offline.scoring.goodput import Goodput
-from cluster.offline.scoring.records import Run, Served, latencies
+from cluster.offline.scoring.records import RequestRecord, Run, latencies
 from workers.request import SLO
 
 LINES = {"p50": "-", "p90": "--", "p99": ":"}
@@ -243,7 +243,7 @@ def phase_bars(systems: Sequence[SystemResult]) -> Any:
 
 
 @styled
-def request_gantt(served: Served) -> Any:
+def request_gantt(served: RequestRecord) -> Any:
     """One row for each ledger phase, a row for the KV handoff, and a tick for each token."""
     rows = _rows(served)
     picture, ((panel,),) = panels(1, 1, 8.5, 1.6 + 0.27 * (len(rows) + 1))
@@ -267,7 +267,7 @@ def request_gantt(served: Served) -> Any:
     return picture
 
 
-def _rows(served: Served) -> list[Span]:
+def _rows(served: RequestRecord) -> list[Span]:
     """The phases up to the first token, the KV handoff, the later phases."""
     spans, moved = phases(served), transfer(served)
     if served.ledger is None or not spans:
@@ -292,7 +292,7 @@ def _time(ns: float) -> str:
     return f"{ms / 1e3:.3g} s" if ms >= 1e4 else f"{ms:.0f} ms" if ms >= 100.0 else f"{ms:.3g} ms"
 
 
-def _title(served: Served) -> str:
+def _title(served: RequestRecord) -> str:
     where = " to ".join(dict.fromkeys(filter(None, (served.prefill_worker, served.decode_worker))))
     asked = f"Request {served.index}: {served.prompt_tokens} prompt tokens, {len(served.token_s)} answered"
     took = f"TTFT {_time(1e9 * (served.ttft_s or 0.0))} (dashed), TPOT {_time(1e9 * (served.tpot_s or 0.0))}"

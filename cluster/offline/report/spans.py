@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from cluster.observe.ledger import Span, is_visible, phase_spans, transfer_span
-from cluster.offline.scoring.records import RequestOutcome, Run, Served, StepRecord
+from cluster.offline.scoring.records import RequestOutcome, RequestRecord, Run, StepRecord
 
 T = TypeVar("T")
 
 
-def phases(served: Served) -> tuple[Span, ...]:
+def phases(served: RequestRecord) -> tuple[Span, ...]:
     """The ledger's phases in order from the arrival: those up to the first token, then those up to the last.
 
     A ledger has sums, so a phase that occurred several times is one span. Empty without a ledger (the request did not
@@ -21,7 +21,7 @@ def phases(served: Served) -> tuple[Span, ...]:
     return tuple(filter(is_visible, parts))
 
 
-def whole(served: Served) -> Span:
+def whole(served: RequestRecord) -> Span:
     """From the arrival to the end of the ledger, or else to the last token."""
     begin = round(served.arrival_s * 1e9)
     if served.ledger is not None:
@@ -29,7 +29,7 @@ def whole(served: Served) -> Span:
     return Span("request", begin, max(begin, round(served.token_s[-1] * 1e9)) if len(served.token_s) else begin)
 
 
-def transfer(served: Served) -> Span | None:
+def transfer(served: RequestRecord) -> Span | None:
     """The KV handoff, which ends when the wait for it ended; most of it overlaps with the prefill."""
     if served.ledger is None:
         return None
@@ -58,8 +58,8 @@ def in_lanes(
     return tuple(found)
 
 
-def typical(run: Run, percentile: float = 50.0) -> Served | None:
+def typical(run: Run, percentile: float = 50.0) -> RequestRecord | None:
     """The finished request with a ledger at this percentile of E2E; None if there is none."""
     finished = [each for each in run.served if each.outcome is RequestOutcome.FINISHED and each.ledger is not None]
-    ordered: Sequence[Served] = sorted(finished, key=lambda each: (each.e2e_s or 0.0, each.index))
+    ordered: Sequence[RequestRecord] = sorted(finished, key=lambda each: (each.e2e_s or 0.0, each.index))
     return ordered[min(len(ordered) - 1, int(len(ordered) * percentile / 100.0))] if ordered else None

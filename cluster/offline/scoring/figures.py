@@ -13,8 +13,8 @@ from cluster.observe.ledger import PHASES
 from cluster.offline.scoring.records import (
     Latencies,
     RequestOutcome,
+    RequestRecord,
     Run,
-    Served,
     WorkerRecord,
     gaps,
     latencies,
@@ -196,7 +196,7 @@ def _attainment_so_far(run: Run, slo: SLO) -> Attainment:
     return Attainment(ttft, tpot, sum(all(met) for met in known) / len(known), served / len(run.served))
 
 
-def _met(each: Served, slo: SLO, now_s: float) -> tuple[bool, bool] | None:
+def _met(each: RequestRecord, slo: SLO, now_s: float) -> tuple[bool, bool] | None:
     """Whether a request met TTFT and TPOT; None: not known yet."""
     ttft_slo_s, tpot_slo_s = slo.ttft_s or inf, slo.tpot_s or inf
     if each.outcome is RequestOutcome.UNFINISHED:
@@ -287,13 +287,13 @@ def _over(part: float, whole: float) -> float | None:
     return part / whole if whole > 0.0 else None
 
 
-def _offered_rate(served: Sequence[Served]) -> float:
+def _offered_rate(served: Sequence[RequestRecord]) -> float:
     """Mean requests/s between the first and the last arrival; 0 if all arrive at once."""
     arrivals = [each.arrival_s for each in served]
     return _over(len(arrivals) - 1, max(arrivals) - min(arrivals)) or 0.0 if arrivals else 0.0
 
 
-def _exposed(finished: Sequence[Served]) -> float | None:
+def _exposed(finished: Sequence[RequestRecord]) -> float | None:
     waited = total = 0
     for ledger in (each.ledger for each in finished):
         if ledger is not None:
@@ -302,7 +302,7 @@ def _exposed(finished: Sequence[Served]) -> float | None:
     return _over(waited, total)
 
 
-def _phases(finished: Sequence[Served]) -> tuple[tuple[str, float], ...]:
+def _phases(finished: Sequence[RequestRecord]) -> tuple[tuple[str, float], ...]:
     ledgers = [each.ledger for each in finished if each.ledger is not None]
     spent: Counter[str] = Counter()
     for ledger in ledgers:

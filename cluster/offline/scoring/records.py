@@ -31,7 +31,7 @@ class RequestOutcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class RequestRecord:
     """One request as its client saw it. Times are seconds on the run's clock.
 
     `token_s`: when each output token arrived. `reason`: the category under which failures are counted. `ledger`: only
@@ -122,7 +122,7 @@ class Run:
     gpus: int
     seconds: float  # from the first arrival to the last token
     wall_s: float
-    served: tuple[Served, ...]
+    served: tuple[RequestRecord, ...]
     workers: tuple[WorkerRecord, ...] = ()
     steps: tuple[StepRecord, ...] = ()
     model_flops: float = 0.0
@@ -144,7 +144,7 @@ class Latencies:
     finished: "NDArray[np.bool_]"
 
 
-def latencies(served: Sequence[Served]) -> Latencies:
+def latencies(served: Sequence[RequestRecord]) -> Latencies:
     import numpy as np
 
     finished = np.array(
@@ -159,7 +159,7 @@ def latencies(served: Sequence[Served]) -> Latencies:
     return Latencies(first - arrived, tpot, last - arrived, tokens, finished)
 
 
-def gaps(served: Sequence[Served]) -> "list[Floats]":
+def gaps(served: Sequence[RequestRecord]) -> "list[Floats]":
     """Seconds between consecutive tokens, for each request; empty for one that did not finish."""
     import numpy as np
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.events import Accepted, Completed, Delta, Queued
-from cluster.offline.scoring.records import RequestOutcome, Served
+from cluster.offline.scoring.records import RequestOutcome, RequestRecord
 from cluster.offline.workload.arrivals import Arrival
 from workers.request import SLO
 
@@ -119,11 +119,11 @@ class RequestRecorder:
         """It ended without finishing. `reason`: the category under which failures are counted."""
         self.outcome, self._detail, self._reason = outcome, detail, reason
 
-    def served(self) -> Served:
+    def served(self) -> RequestRecord:
         accepted, completed, counted = self._accepted, self._completed, self._counted
         cached = completed or counted
         transfers = completed.transfers if completed else ()
-        return Served(
+        return RequestRecord(
             index=self.index,
             arrival_s=self.arrival.at_s,
             prompt_tokens=(counted and counted.prompt_tokens) or self.arrival.prompt_tokens,

@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import ClusterError, Rejected
-from cluster.offline.scoring.records import RequestOutcome, Run, Served
+from cluster.offline.scoring.records import RequestOutcome, RequestRecord, Run
 from cluster.offline.scoring.request_recorder import RequestRecorder
 from cluster.offline.sim.clock import Deadlock, run
 from cluster.offline.sim.cluster import (
@@ -233,7 +233,7 @@ class _Load:
             notes=self._workload.notes,
         )
 
-    def _model_flops(self, served: Sequence[Served]) -> float:
+    def _model_flops(self, served: Sequence[RequestRecord]) -> float:
         """Of all tokens that clients got. Tokens computed twice count once, by the definition of MFU."""
         shape = next(iter(self._models.values())).shape
         if shape is None:

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from cluster.offline.workload.arrivals import Workload, mean_lengths
-from cluster.policy.scaling.balance import Group, Mix, attained, shares
+from cluster.policy.scaling.balance import Group, Mix, attained, utilization
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, HealthSpec, PoolSpec, Role, SpecError
 from workers.config import EngineConfig, ParallelConfig
 from workers.costs import CostModel
@@ -164,10 +164,10 @@ def best_start(cost: CostModel, fleet: EqualWorkers, workload: Workload, slo: SL
     def group(role: Role, count: int) -> Group:
         return Group("", role, count, cost, engine.kv_blocks * engine.block_size, engine.max_running)
 
-    rated = {0: attained(shares([group(Role.MIXED, fleet.count)], mix).worst)}
+    rated = {0: attained(utilization([group(Role.MIXED, fleet.count)], mix).worst)}
     for prefills in range(1, fleet.count):
         groups = [group(Role.PREFILL, prefills), group(Role.DECODE, fleet.count - prefills)]
-        rated[prefills] = attained(shares(groups, mix).worst)
+        rated[prefills] = attained(utilization(groups, mix).worst)
     best = max(rated, key=lambda prefills: rated[prefills])
     return best if rated[best] > rated[0] * (1.0 + _CLEARLY) else 0
 

@@ -6,7 +6,7 @@ measured times of prompts and answers, defaults by what the worker's engine has 
 
 from msgspec import Struct
 
-from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
+from cluster.policy.active_requests import ActiveRequest, ActiveRequests, WorkerLoad
 from cluster.policy.estimate.correction import Corrections
 from cluster.policy.routing.picking import num_sequences
 from cluster.policy.routing.prefix_index import Match
@@ -251,7 +251,7 @@ class LatencyPredictor:
     def _used_tokens(self, worker: WorkerView) -> int:
         return worker.stats.used_blocks * self.engine(worker).block_size
 
-    def learn_prompt(self, work: Work, compute_s: float | None = None) -> None:
+    def learn_prompt(self, work: ActiveRequest, compute_s: float | None = None) -> None:
         """Learn from a computed prompt. Of prompts that end together, the first one counts with all the time.
 
         Its worker spent `compute_s` from the first step on. A prompt that took far longer waited for something, such as
@@ -266,7 +266,7 @@ class LatencyPredictor:
             measured_s = compute_s
         self._prompts.learn(work.prefill, measured_s, predicted_s, work.prefilled_s)
 
-    def learn_steps(self, work: Work, num_tokens: int, now_s: float) -> None:
+    def learn_steps(self, work: ActiveRequest, num_tokens: int, now_s: float) -> None:
         """Learn from an answer of this many tokens, the first one included."""
         self._now_s = max(self._now_s, now_s)
         if work.prefilled_s is None or num_tokens < 2 or work.plain_tpot_s <= 0.0 or now_s <= work.prefilled_s:

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cluster.policy.active_requests import ActiveRequests, Work
+from cluster.policy.active_requests import ActiveRequest, ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.router import PlacementRequest
 from diptych.view import WorkerView
@@ -94,7 +94,7 @@ class ReservationWait:
         return self._until(at_s, room, events, -(-ask.request.num_tokens // size), worker) - ask.now_s
 
     def _present(
-        self, ask: PlacementRequest, worker: WorkerView, works: Iterable[Work], step_s: float
+        self, ask: PlacementRequest, worker: WorkerView, works: Iterable[ActiveRequest], step_s: float
     ) -> tuple[list[_Event], _Room]:
         """The future events of requests that have a reservation, and the room that they leave."""
         size, stats = self._latency.engine(worker).block_size, worker.stats
@@ -146,6 +146,6 @@ class ReservationWait:
         return max(MIN_STEP_S, self._latency.step_seconds(worker, batch, batch * mean))
 
 
-def _waits(work: Work, worker: WorkerView) -> bool:
+def _waits(work: ActiveRequest, worker: WorkerView) -> bool:
     """Whether it waits for a reservation on this decode worker."""
     return work.prefill != worker.name and work.prefilled_s is None and not work.reserved_s

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.policy.active_requests import Work
+from cluster.policy.active_requests import ActiveRequest
 from cluster.policy.routing.picking import fitting, queued_tokens
 from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import ClusterSpec
@@ -47,7 +47,7 @@ class Lending:
         longest = max((min(_room(one, each) for one in each) for each in largest), default=0)
         return longest if self._limit is None else min(longest, self._limit)
 
-    def choose(self, ask: PlacementRequest, borrowing: Sequence[Work] = ()) -> Placement | None:
+    def choose(self, ask: PlacementRequest, borrowing: Sequence[ActiveRequest] = ()) -> Placement | None:
         """The worker that serves the fewest of those that borrow already, with most free memory, and its lenders.
 
         None if a worker can hold the request, or all together cannot now, beside those that borrow.
@@ -93,7 +93,7 @@ def _room(borrower: Memory, together: Sequence[Memory]) -> int:
     return min(borrower.own + spans, sum(each.lent for each in together))
 
 
-def _promised_tokens(ask: PlacementRequest, workers: Iterable[WorkerView], borrowing: Sequence[Work]) -> int:
+def _promised_tokens(ask: PlacementRequest, workers: Iterable[WorkerView], borrowing: Sequence[ActiveRequest]) -> int:
     """Free memory that requests which borrow will still take: for answers, and for prompts not computed yet.
 
     Requests that start without it take each other's memory, fail, and are computed again.

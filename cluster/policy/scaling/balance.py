@@ -95,7 +95,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class Utilization:
     """The load as a share of the highest load that meets each SLO: 1 is full."""
 
     ttft: float
@@ -111,12 +111,12 @@ class Shares:
         return f"TTFT {self.ttft:.2f}, TPOT {self.tpot:.2f}, decode room {self.decode_queue:.2f} of full load"
 
 
-def shares(groups: Sequence[Group], mix: Mix) -> Shares:
+def utilization(groups: Sequence[Group], mix: Mix) -> Utilization:
     """The load as a share of what these workers can serve."""
     decoding = [group for group in groups if group.count and group.role is not Role.PREFILL]
     prompting = [group for group in groups if group.count and group.role is not Role.DECODE]
     if not decoding or not prompting:
-        return Shares(math.inf, math.inf, math.inf)
+        return Utilization(math.inf, math.inf, math.inf)
     context = mix.decoded.context
     step_s, room = _steps(decoding, _wanted(mix), context)
     paces = [_pace(group, mix, context, step_s) for group in prompting]
@@ -126,7 +126,7 @@ def shares(groups: Sequence[Group], mix: Mix) -> Shares:
         most = _max_output_rate(decoding, mix.tpot_s, context)
         tpot = _wanted(mix) / most if most else step_s / mix.tpot_s
         tpot += min(1.0, busy) * max(0.0, max(pace.step_share for pace in paces) - tpot)
-    return Shares(ttft, tpot, room)
+    return Utilization(ttft, tpot, room)
 
 
 def _wanted(mix: Mix) -> float:
@@ -160,7 +160,7 @@ def _steps(groups: Sequence[Group], wanted: float, context: float) -> tuple[floa
     high = max(_step(group, _max_batch(group, context), context) for group in groups)
     best = output_rate(high)
     if best < wanted:
-        return high * wanted / max(best, 1e-9), _overfull(wanted / max(best, 1e-9))
+        return high * wanted / max(best, 1e-9), _over_capacity(wanted / max(best, 1e-9))
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if output_rate(middle) >= wanted else (middle, high)
@@ -250,7 +250,7 @@ def _pace(group: Group, mix: Mix, context: float, step_s: float) -> _Pace:
     return _Pace(min(1.0, chunk / took_s * _alone_seconds(group, mix) / tokens), step_share)
 
 
-def _overfull(share: float) -> float:
+def _over_capacity(share: float) -> float:
     return 1.0 + _NO_ROOM * (share - 1.0)
 
 
@@ -264,7 +264,7 @@ def attained(worst: float) -> float:
     return (1.0 - LATE_AT_FULL_LOAD) / worst
 
 
-def gain(present: Sequence[Group], now: Shares, final: Sequence[Group], flips: int, mix: Mix) -> float:
+def gain(present: Sequence[Group], now: Utilization, final: Sequence[Group], flips: int, mix: Mix) -> float:
     """How many more requests meet both SLOs, as a share of those that do now, if `flips` workers change roles.
 
     `present` has the shares `now`; `final` are the groups after the changes.
@@ -279,7 +279,7 @@ def gain(present: Sequence[Group], now: Shares, final: Sequence[Group], flips: i
     from_decode = max(0, _count(present, Role.DECODE) - _count(final, Role.DECODE))
     prompting = max(1, count - _count(present, Role.DECODE))
     recomputed = min(1.0, (flips - from_decode) / prompting) * (mix.prompt_tokens - mix.computed_tokens)
-    then = attained(shares(final, replace(mix, computed_tokens=mix.computed_tokens + recomputed)).worst)
+    then = attained(utilization(final, replace(mix, computed_tokens=mix.computed_tokens + recomputed)).worst)
     before = attained(now.worst)
     if not before:
         return math.inf if then else 0.0

@@ -1,11 +1,11 @@
 """Decides role changes and pool sizes: one change at a time, each with a reason. Pure.
 
-    load reports ──> `OfferedLoad` ──> mix ──> `shares` of full load, now and after each possible change ──> `Decision`
+    load reports ──> `OfferedLoad` ──> mix ──> `utilization`, now and after each possible change ──> `Decision`
 
 - Flip: one worker gets another role. The best change, or the first one toward workers that are all split or all mixed,
-  is made once `role_gain.gain` has been above 0 for `dwell_s`, and the last change is `cooldown_s` ago. If the load
-  exceeds full load by a factor, both times are divided by it. In doubt roles stay: below `CALM` of full load, and while
-  few requests may only look like more.
+  is made once `balance.gain` has been above 0 for `dwell_s`, and the last change is `cooldown_s` ago. Both times are
+  divided by the utilization where that exceeds 1. In doubt roles stay: below `MIN_FLIP_UTILIZATION`, and while few
+  requests may only look like more.
 - Grow: a pool gets a worker when no role change would meet the SLOs.
 - Shrink: a pool loses a worker that it has not needed for `PATIENCE` times `dwell_s`.
 
@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 
-from cluster.policy.scaling.balance import Group, Mix, Shares, gain, shares
+from cluster.policy.scaling.balance import Group, Mix, Utilization, gain, utilization
 from cluster.policy.scaling.offered_load import MIN_REQUESTS, LoadReport, OfferedLoad
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from diptych.view import ClusterView, Decision, WorkerState, WorkerStats, WorkerView
 from workers.costs import CorrectedCost, CostModel, LinearCost
 
-CALM = 0.75  # share of full load below which no role changes
-STEP_BACK = 1.1  # factor by which the first of several changes may raise the worst share
-ROOMY = 0.6  # highest share of full load after a pool has shrunk
+MIN_FLIP_UTILIZATION = 0.75  # no role changes below it
+MAX_TRANSIENT_RISE = 1.1  # factor by which the first of several changes may raise the worst utilization
+SHRUNK_UTILIZATION = 0.6  # at most, after a pool has shrunk
 PATIENCE = 20.0  # times `dwell_s` before a pool shrinks
 _MAX_TARGETS = 256
 
@@ -37,13 +37,13 @@ _MAX_TARGETS = 256
 class _Change:
     """A worker leaves `source` and joins `target`; None: it joins or leaves the cluster.
 
-    `after`: the shares after this change. `final_worst`: the worst share at the end of the changes that it begins.
-    `gain`: of all these changes (`role_gain`).
+    `after`: the utilization after this change. `final_worst`: the worst one at the end of the changes that it begins.
+    `gain`: of all these changes (`balance.gain`).
     """
 
     source: Group | None
     target: Group | None
-    after: Shares
+    after: Utilization
     final_worst: float = math.inf
     gain: float = 0.0
 
@@ -70,9 +70,9 @@ class Elastic:
         if mix is None or not groups:
             self._wanted_since_s = {kind: since_s for kind, since_s in self._wanted_since_s.items() if kind == "shrink"}
             return self._shrink_idle(view, groups, now_s)
-        now = shares(groups, mix)
+        now = utilization(groups, mix)
         at_least = now.worst * (1.0 - mix.relative_error)
-        in_danger = at_least > CALM or (now.worst > 1.0 and mix.is_known)
+        in_danger = at_least > MIN_FLIP_UTILIZATION or (now.worst > 1.0 and mix.is_known)
         flip = self._best_flip(groups, now, mix) if in_danger else None
         urgency = max(1.0, now.worst)
         flips = flip is not None and flip.gain > 0.0
@@ -117,11 +117,11 @@ class Elastic:
                 if source.count and target.pool == source.pool and target.role is not source.role:
                     after = _changed(groups, source, target)
                     if self._meets_floors(after):
-                        yield _Change(source, target, shares(after, mix))
+                        yield _Change(source, target, utilization(after, mix))
 
-    def _best_flip(self, groups: Sequence[Group], now: Shares, mix: Mix) -> _Change | None:
+    def _best_flip(self, groups: Sequence[Group], now: Utilization, mix: Mix) -> _Change | None:
         """The change that gains the most: a single flip, or the first one toward `_targets`."""
-        flips = [flip for flip in self._flips(groups, mix) if flip.after.worst <= now.worst * STEP_BACK]
+        flips = [flip for flip in self._flips(groups, mix) if flip.after.worst <= now.worst * MAX_TRANSIENT_RISE]
         found = []
         for flip in flips:
             assert flip.source is not None and flip.target is not None
@@ -134,12 +134,12 @@ class Elastic:
             if first is not None and self._meets_floors(final):
                 count = sum(map(_num_flips, kinds, targets))
                 at_end = gain(groups, now, final, count, mix)
-                found.append(replace(first, final_worst=shares(final, mix).worst, gain=at_end))
+                found.append(replace(first, final_worst=utilization(final, mix).worst, gain=at_end))
         return max(found, key=lambda each: (round(each.gain, 3), -each.after.worst, -each.after.ttft), default=None)
 
     def _removals(self, groups: Sequence[Group], mix: Mix) -> Iterator[_Change]:
         for source, rest in self._without_one(groups):
-            if (after := shares(rest, mix)).worst <= ROOMY:
+            if (after := utilization(rest, mix)).worst <= SHRUNK_UTILIZATION:
                 yield _Change(source, None, after)
 
     def _without_one(self, groups: Sequence[Group]) -> Iterator[tuple[Group, list[Group]]]:
@@ -177,19 +177,21 @@ class Elastic:
 
     # ---- decisions ---------------------------------------------------------------------------------------------
 
-    def _flip(self, view: ClusterView, change: _Change, now: Shares, mix: Mix, now_s: float) -> Decision:
+    def _flip(self, view: ClusterView, change: _Change, now: Utilization, mix: Mix, now_s: float) -> Decision:
         assert change.source is not None and change.target is not None
         worker = _least_busy(view, change.source)
         reason = f"{change.source.role.value} to {change.target.role.value}: {_explain(now, change.after, mix)}"
         self._note_change(now_s)
         return Decision("flip", reason, worker=worker.name, role=change.target.role)
 
-    def _grow(self, view: ClusterView, groups: Sequence[Group], now: Shares, mix: Mix, now_s: float) -> Decision | None:
+    def _grow(
+        self, view: ClusterView, groups: Sequence[Group], now: Utilization, mix: Mix, now_s: float
+    ) -> Decision | None:
         may_grow = {pool.name for pool in view.pools if pool.wanted < pool.max_replicas}
         changes = []
         for target in groups:
             if target.role is self._pools[target.pool].role and target.pool in may_grow:
-                changes.append(_Change(None, target, shares(_changed(groups, None, target), mix)))
+                changes.append(_Change(None, target, utilization(_changed(groups, None, target), mix)))
         change = self._best(changes)
         if change is None or change.target is None:
             return None
@@ -197,7 +199,7 @@ class Elastic:
         reason = f"one more worker: {_explain(now, change.after, mix)}; no role change is enough"
         return Decision("grow", reason, pool=change.target.pool)
 
-    def _shrink(self, view: ClusterView, change: _Change, now: Shares, mix: Mix, now_s: float) -> Decision:
+    def _shrink(self, view: ClusterView, change: _Change, now: Utilization, mix: Mix, now_s: float) -> Decision:
         assert change.source is not None
         self._note_change(now_s)
         worker = _members(view, change.source)[-1]  # the newest: its decodes migrate, and its node may be released
@@ -306,7 +308,7 @@ def _least_busy(view: ClusterView, group: Group) -> WorkerView:
     return min(workers, key=lambda worker: (worker.stats.running + worker.stats.reserved, worker.name))
 
 
-def _explain(now: Shares, after: Shares, mix: Mix) -> str:
+def _explain(now: Utilization, after: Utilization, mix: Mix) -> str:
     load = f"{mix.rate:.3g} requests/s of {mix.prompt_tokens:.0f} + {mix.output_tokens:.0f} tokens"
     return f"{load} are {now}; then {after}"
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from cluster.events import AttemptsExhausted, DeadlineExceeded, NotComputable, Rejected, Unservable
-from cluster.frontend.auth import Guard
+from cluster.frontend.auth import Authenticator
 from cluster.frontend.grpc.sender import Sender, abort
 from cluster.frontend.grpc.server import GrpcServer
 from cluster.frontend.grpc.services import InferenceService, add_inference_service, deadline_of
@@ -260,7 +260,9 @@ class Dropping(InferenceService):
 async def dropping(dispatcher: FakeDispatcher, count: int) -> AsyncIterator[str]:
     server = grpc.aio.server()
     context = gateway_context(dispatcher)
-    service = Dropping(ServedModels(context, [gateway_without_servers(context, ByteTokenizer())]), Guard(GatewaySpec()))
+    service = Dropping(
+        ServedModels(context, [gateway_without_servers(context, ByteTokenizer())]), Authenticator(GatewaySpec())
+    )
     service.left = count
     add_inference_service(service, server)
     port = server.add_insecure_port("127.0.0.1:0")

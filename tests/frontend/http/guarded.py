@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from cluster.frontend.auth import Guard
+from cluster.frontend.auth import Authenticator
 from cluster.frontend.servers import Servers
 from diptych.access import Access
 from diptych.client import AsyncClient
@@ -97,7 +97,7 @@ async def guarded(dispatcher: FakeDispatcher, **gateway: Any) -> AsyncIterator[G
     context = gateway_context(dispatcher, http_port=0, **gateway)
     clock = Clock()
     servers = Servers(context, ByteTokenizer)
-    servers._grpc.guard = Guard(context.spec.gateway, clock)
+    servers._grpc.guard = Authenticator(context.spec.gateway, clock)
     endpoint = await servers.open()
     try:
         yield Guarded(servers, endpoint, clock)

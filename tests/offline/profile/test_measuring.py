@@ -21,7 +21,7 @@ from workers.engine.step import StepPlan, StepResult
 from workers.engine.step_timing import num_blocks, step_plan
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
 from workers.executor.gang import open_gang
-from workers.executor.opening import open_solo
+from workers.executor.rank_loader import open_solo
 from workers.executor.rank_server import RankTasks
 from workers.executor.simulated import open_simulated, simulated_facts
 from workers.model.folder import ModelFolder

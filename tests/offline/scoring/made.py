@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from cluster.observe.ledger import LatencyLedger, Stopwatch
-from cluster.offline.scoring.records import RequestOutcome, Run, Served, StepRecord, WorkerRecord
+from cluster.offline.scoring.records import RequestOutcome, RequestRecord, Run, StepRecord, WorkerRecord
 
 MS = 1_000_000
 
@@ -18,8 +18,8 @@ def served(
     prompt_tokens: int = 100,
     ledger: LatencyLedger | None = None,
     **more: object,
-) -> Served:
-    return Served(
+) -> RequestRecord:
+    return RequestRecord(
         index=index,
         arrival_s=arrival_s,
         prompt_tokens=prompt_tokens,
@@ -31,12 +31,12 @@ def served(
     )
 
 
-def steady(index: int, arrival_s: float, ttft_s: float, tpot_s: float, tokens: int, **more: object) -> Served:
+def steady(index: int, arrival_s: float, ttft_s: float, tpot_s: float, tokens: int, **more: object) -> RequestRecord:
     """A request whose tokens come at equal distances."""
     return served(index, arrival_s, [arrival_s + ttft_s + n * tpot_s for n in range(tokens)], **more)  # type: ignore[arg-type]
 
 
-def refused(index: int, arrival_s: float, outcome: RequestOutcome = RequestOutcome.REJECTED) -> Served:
+def refused(index: int, arrival_s: float, outcome: RequestOutcome = RequestOutcome.REJECTED) -> RequestRecord:
     return served(index, arrival_s, (), outcome=outcome)
 
 
@@ -63,7 +63,7 @@ def split_ledger(queue_ms: int, compute_ms: int, wait_ms: int, decode_ms: int) -
 
 def split_run(requests: int = 6, gap_s: float = 0.05, tokens: int = 8) -> Run:
     """One prefill and one decode worker, a request every `gap_s`: 40 ms of prompt, 10 ms of transfer, 15 ms a token."""
-    made: list[Served] = []
+    made: list[RequestRecord] = []
     steps: list[StepRecord] = []
     for index in range(requests):
         at = 1.0 + index * gap_s

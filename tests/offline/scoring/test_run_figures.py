@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.offline.scoring.figures import DEFINITIONS, Attainment, attainment, figures, percentiles, slo_text
-from cluster.offline.scoring.records import RequestOutcome, Run, Served, WorkerRecord, worst_mean_s
+from cluster.offline.scoring.records import RequestOutcome, RequestRecord, Run, WorkerRecord, worst_mean_s
 from tests.offline.scoring.made import refused, served, split_run, steady
 from workers.request import SLO
 
 ANY = SLO()
 
 
-def run(requests: list[Served], seconds: float = 10.0) -> Run:
+def run(requests: list[RequestRecord], seconds: float = 10.0) -> Run:
     return Run("s", "w", "virtual", 0, 2, seconds, 0.1, tuple(requests))
 
 

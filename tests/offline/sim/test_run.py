@@ -24,7 +24,7 @@ from kvtransfer.ticket import PeerAddress
 from tests.offline.sim.cases import COST, ENGINE, colocated, models, split, steady, tiered  # noqa: F401
 from workers.config import ParallelConfig
 from workers.engine.engine import Engine
-from workers.engine.leases import LeaseBook
+from workers.engine.leases import LeaseManager
 from workers.request import SLO, Request, SamplingParams
 from workers.worker import Worker
 
@@ -174,8 +174,8 @@ def test_a_lost_wake_up_names_the_waiting_request(monkeypatch: pytest.MonkeyPatc
 
 
 def test_blocks_that_are_not_released_are_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LeaseBook, "drop", lambda self, key: False)
-    monkeypatch.setattr(LeaseBook, "release", lambda self, key, epoch: None)
+    monkeypatch.setattr(LeaseManager, "drop", lambda self, key: False)
+    monkeypatch.setattr(LeaseManager, "release", lambda self, key, epoch: None)
     monkeypatch.setattr(Engine, "expire", lambda self, now_s: None)
     with pytest.raises(Leaked, match="prefill-0 still hold"):
         simulate(split(), models(split()), steady(1, 1.0))

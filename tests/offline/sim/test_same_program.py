@@ -97,7 +97,7 @@ PRODUCTION = {
     "kvtransfer.links.TransportSet",
     "workers.engine.blocks.BlockPool",
     "workers.engine.engine.Engine",
-    "workers.engine.leases.LeaseBook",
+    "workers.engine.leases.LeaseManager",
     "workers.engine.engine_loop.EngineLoop",
     "workers.engine.scheduler.Scheduler",
     "workers.executor.simulated.SimulatedExecutor",

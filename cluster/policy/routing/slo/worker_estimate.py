@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from msgspec import Struct
 
-from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
+from cluster.policy.active_requests import ActiveRequest, ActiveRequests, WorkerLoad
 from cluster.policy.estimate.latency import MIN_CHUNK, Decodes, LatencyPredictor
 from cluster.policy.estimate.links import MeasuredLinks
 from cluster.policy.routing.prefix_index import Match
@@ -73,7 +73,7 @@ class _Ends(Struct, frozen=True, gc=False):
 
     worker_load: WorkerLoad
     step_s: float
-    works: list[tuple[float, Work]]
+    works: list[tuple[float, ActiveRequest]]
 
 
 class WorkerEstimate:
@@ -144,7 +144,7 @@ class WorkerEstimate:
             batch, context, assigned = batch + foreign, context + theirs, assigned + theirs
         return Decoding(batch, context, assigned)
 
-    def _ended(self, worker: WorkerView, worker_load: WorkerLoad, now_s: float, at_s: float) -> Iterator[Work]:
+    def _ended(self, worker: WorkerView, worker_load: WorkerLoad, now_s: float, at_s: float) -> Iterator[ActiveRequest]:
         """Our requests there that will have ended at `at_s`."""
         sequences, prompts, answers = worker_load.assigned
         step_s = self._latency.step_seconds(worker, sequences, prompts + answers)

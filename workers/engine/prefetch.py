@@ -28,7 +28,7 @@ PATIENCE = 0.025  # of the time to compute a prompt: for so long it may wait in 
 
 
 @dataclass(slots=True, eq=False)
-class _Loading:
+class _Prefetch:
     """A prompt whose prefix goes on elsewhere. Places are numbers of blocks, as in `block_hashes`.
 
     `known`: how many of the first ones each store has. `end`: the most of these, and of what a fetch brings.
@@ -72,14 +72,14 @@ class _Read:
     block: int
     tiers: list[StoreTier]  # the one that reads, and those to be tried if it fails
     begun_s: float
-    wanted: list[tuple[_Loading, int]]
+    wanted: list[tuple[_Prefetch, int]]
 
 
 def _may_load(sequence: Sequence) -> bool:
     return not (sequence.request.fresh or sequence.wants_prompt_rows or sequence.borrows)
 
 
-class Loads:
+class Prefetcher:
     """Owned by an Engine. The first tier that has a block is asked for it.
 
     `wakes_at_s`: when a prompt that waits now has waited long enough.
@@ -99,7 +99,7 @@ class Loads:
         self._size = pool.block_size
         self._estimate = estimate
         self._fetches = fetches
-        self._loadings: dict[Sequence, _Loading] = {}
+        self._prefetches: dict[Sequence, _Prefetch] = {}
         self._reads: dict[bytes, _Read] = {}
         self._now_s = 0.0
 
@@ -115,11 +115,11 @@ class Loads:
         end = min(len(hashes), first + self._most_ahead)
         if not self._is_worth_reading(sequence, first, end):
             return
-        loading = _Loading(sequence, hashes, [0] * len(self._tiers), first, len(self._tiers))
-        self._loadings[sequence] = loading
+        prefetch = _Prefetch(sequence, hashes, [0] * len(self._tiers), first, len(self._tiers))
+        self._prefetches[sequence] = prefetch
         for number, tier in enumerate(self._tiers):
-            tier.find(hashes[first:end], FIND_TIMEOUT_S, partial(self._found, loading, number, first))
-        loading.is_new = False  # its turn, if it is now, decides where reads begin
+            tier.find(hashes[first:end], FIND_TIMEOUT_S, partial(self._found, prefetch, number, first))
+        prefetch.is_new = False  # its turn, if it is now, decides where reads begin
 
     def _block_hashes(self, sequence: Sequence) -> list[bytes]:
         """Of all blocks that may be read: at least one token is left to compute."""
@@ -142,29 +142,29 @@ class Loads:
         saved_s -= cost.prefill_seconds(num_tokens - end * size, end * size)
         return cost.swap_seconds((end - first) * self._pool.block_bytes) / 2 < saved_s
 
-    def _found(self, loading: _Loading, number: int, first: int, count: int) -> None:
-        loading.unfound -= 1
+    def _found(self, prefetch: _Prefetch, number: int, first: int, count: int) -> None:
+        prefetch.unfound -= 1
         end = first + count
-        loading.known[number] = end
-        loading.unread.extend(range(loading.end, end))
-        loading.end = max(loading.end, end)
-        if not loading.unfound and loading.end == first:
-            self.end(loading.sequence)
-        if not loading.is_new:
+        prefetch.known[number] = end
+        prefetch.unread.extend(range(prefetch.end, end))
+        prefetch.end = max(prefetch.end, end)
+        if not prefetch.unfound and prefetch.end == first:
+            self.end(prefetch.sequence)
+        if not prefetch.is_new:
             self.read()
 
     def end(self, sequence: Sequence) -> None:
         """Nothing more is to be read for it."""
-        if self._loadings.pop(sequence, None) is not None:
+        if self._prefetches.pop(sequence, None) is not None:
             sequence.from_stores.clear()
 
     def __bool__(self) -> bool:
         """Whether anything is read or fetched."""
-        return bool(self._loadings or self._fetches)
+        return bool(self._prefetches or self._fetches)
 
     def has(self, sequence: Sequence) -> bool:
         """Whether some of its prefix may still be read."""
-        return sequence in self._loadings
+        return sequence in self._prefetches
 
     # ---- its turn comes ------------------------------------------------------------------------------------------
 
@@ -175,50 +175,50 @@ class Loads:
 
     def waits_until_s(self, sequence: Sequence, seconds: StepSeconds) -> float | None:
         """Until when a prompt whose turn it is should wait for what is read, at most; None: it should not."""
-        loading = self._loading(sequence)
-        if loading is None:
+        prefetch = self._prefetch_of(sequence)
+        if prefetch is None:
             return None
-        first = self._num_here(loading.block_hashes[: loading.end]) * self._size
-        if self._tokens_now(loading, first, seconds):
+        first = self._num_here(prefetch.block_hashes[: prefetch.end]) * self._size
+        if self._tokens_now(prefetch, first, seconds):
             return None
-        return loading.wait_until_s
+        return prefetch.wait_until_s
 
     def tokens_now(self, sequence: Sequence, seconds: StepSeconds) -> int:
         """How many of its missing tokens the next step should compute, at most."""
-        loading = self._loading(sequence)
-        if loading is None:
+        prefetch = self._prefetch_of(sequence)
+        if prefetch is None:
             return len(sequence.tokens)
-        self._pass(loading, sequence.num_scheduled)
-        return self._tokens_now(loading, sequence.num_scheduled, seconds)
+        self._pass(prefetch, sequence.num_scheduled)
+        return self._tokens_now(prefetch, sequence.num_scheduled, seconds)
 
-    def _loading(self, sequence: Sequence) -> _Loading | None:
+    def _prefetch_of(self, sequence: Sequence) -> _Prefetch | None:
         """What may still be read for it, with the fetch from another worker that brings what comes next, if any."""
-        loading = self._loadings.get(sequence)
+        prefetch = self._prefetches.get(sequence)
         fetch: PrefixFetch | None = None
         if self._fetches and _may_load(sequence):
             hashes = self._block_hashes(sequence)
             first = -(-sequence.num_scheduled // self._size) or self._num_here(hashes)
             fetch = self._fetches.going_on(hashes, first)
             if fetch is not None:
-                if loading is None:
-                    loading = self._loadings[sequence] = _Loading(sequence, hashes, [0] * len(self._tiers), 0, 0)
-                loading.end = max(loading.end, fetch.num_common(hashes))
-        if loading is not None:
-            loading.fetch = fetch
-        return loading
+                if prefetch is None:
+                    prefetch = self._prefetches[sequence] = _Prefetch(sequence, hashes, [0] * len(self._tiers), 0, 0)
+                prefetch.end = max(prefetch.end, fetch.num_common(hashes))
+        if prefetch is not None:
+            prefetch.fetch = fetch
+        return prefetch
 
-    def _tokens_now(self, loading: _Loading, first: int, seconds: StepSeconds) -> int:
-        total, cached = len(loading.sequence.tokens), loading.end * self._size
+    def _tokens_now(self, prefetch: _Prefetch, first: int, seconds: StepSeconds) -> int:
+        total, cached = len(prefetch.sequence.tokens), prefetch.end * self._size
         compute_s = seconds.now(total - first, first)
-        patience_until_s = loading.patience_until_s(self._now_s, compute_s)
-        if loading.unfound and self._now_s < patience_until_s:
-            return self._wait(loading, patience_until_s)
+        patience_until_s = prefetch.patience_until_s(self._now_s, compute_s)
+        if prefetch.unfound and self._now_s < patience_until_s:
+            return self._wait(prefetch, patience_until_s)
         if first >= cached:
             return total
-        until = self._next_here(loading, first)
-        wait_until_s = max(patience_until_s, self._late_at_s(loading))
-        has_patience = self._is_read(loading) and self._now_s < wait_until_s
-        missing = self._arrivals(loading, first, until, fast=has_patience)
+        until = self._next_here(prefetch, first)
+        wait_until_s = max(patience_until_s, self._late_at_s(prefetch))
+        has_patience = self._is_read(prefetch) and self._now_s < wait_until_s
+        missing = self._arrivals(prefetch, first, until, fast=has_patience)
         gap = Gap(
             first=first,
             until=until,
@@ -227,55 +227,55 @@ class Loads:
             missing=missing,
             copy_s=self._estimate.cost.swap_seconds(self._pool.block_bytes) / 2 if self._tiers else 0.0,
             can_wait=has_patience and until - first == len(missing) * self._size > 0,
-            since_s=self._now_s - loading.turn_s,
+            since_s=self._now_s - prefetch.turn_s,
         )
         choice = choose(gap, seconds)
-        first_until_s = self._first_until_s(loading, len(missing)) if choice.num_tokens and missing else 0.0
+        first_until_s = self._first_until_s(prefetch, len(missing)) if choice.num_tokens and missing else 0.0
         if self._now_s + seconds.floor_s > first_until_s:  # the next step would end later
             first_until_s = 0.0
-        loading.reads = choice.reads and self._now_s >= first_until_s
-        loading.from_back = choice.num_tokens > 0 or loading.sequence.state is State.RUNNING
-        if not loading.reads and loading.unread and not self._tier(loading, loading.unread[-1]).num_reading:
-            self._read_next(loading)  # one block, to notice when the store has become faster
+        prefetch.reads = choice.reads and self._now_s >= first_until_s
+        prefetch.from_back = choice.num_tokens > 0 or prefetch.sequence.state is State.RUNNING
+        if not prefetch.reads and prefetch.unread and not self._tier(prefetch, prefetch.unread[-1]).num_reading:
+            self._read_next(prefetch)  # one block, to notice when the store has become faster
         if not choice.num_tokens:
-            return self._wait(loading, wait_until_s, max(arrives_s for _, arrives_s in missing))
+            return self._wait(prefetch, wait_until_s, max(arrives_s for _, arrives_s in missing))
         if self._now_s < first_until_s:
-            return self._wait(loading, first_until_s)
+            return self._wait(prefetch, first_until_s)
         end = min(-(-(first + choice.num_tokens) // self._size) * self._size, until if choice.reads else total)
         return end - first
 
-    def _first_until_s(self, loading: _Loading, num_missing: int) -> float:
+    def _first_until_s(self, prefetch: _Prefetch, num_missing: int) -> float:
         """Until when to wait for the first read, although computing seems faster: reads may be faster than they were.
 
         If it has not ended by then, reading all of the rest takes longer than computing it.
         """
-        fetch = loading.fetch
-        if loading.has_read or not self._is_read(loading) or (fetch is not None and fetch.speed.num_reads):
+        fetch = prefetch.fetch
+        if prefetch.has_read or not self._is_read(prefetch) or (fetch is not None and fetch.speed.num_reads):
             return 0.0
         if fetch is not None:
             fetch.from_back = True
         num_blocks = fetch.num_piece if fetch is not None else 1
-        return loading.turn_s + min(num_blocks / num_missing, PATIENCE) * loading.compute_s
+        return prefetch.turn_s + min(num_blocks / num_missing, PATIENCE) * prefetch.compute_s
 
-    def _wait(self, loading: _Loading, until_s: float, read_s: float = 0.0) -> int:
+    def _wait(self, prefetch: _Prefetch, until_s: float, read_s: float = 0.0) -> int:
         """Until then if nothing arrives, or for `read_s` if reads go on as they should."""
-        loading.wait_until_s = max(until_s, self._now_s + read_s)
+        prefetch.wait_until_s = max(until_s, self._now_s + read_s)
         self.wakes_at_s = min(self.wakes_at_s, until_s)
         return 0
 
-    def _is_read(self, loading: _Loading) -> bool:
+    def _is_read(self, prefetch: _Prefetch) -> bool:
         """Whether more of it is being read, or can be."""
-        return bool(loading.fetch or loading.reading or self._num_ahead() < self._most_ahead)
+        return bool(prefetch.fetch or prefetch.reading or self._num_ahead() < self._most_ahead)
 
-    def _late_at_s(self, loading: _Loading) -> float:
+    def _late_at_s(self, prefetch: _Prefetch) -> float:
         """From when on the next read that should end is late."""
-        patience_s = PATIENCE * loading.compute_s
-        if loading.fetch is not None:
-            return loading.fetch.speed.late_at_s(loading.fetch.num_piece, patience_s)
-        tiers = {self._reads[loading.block_hashes[place]].tiers[0] for place in loading.reading}
+        patience_s = PATIENCE * prefetch.compute_s
+        if prefetch.fetch is not None:
+            return prefetch.fetch.speed.late_at_s(prefetch.fetch.num_piece, patience_s)
+        tiers = {self._reads[prefetch.block_hashes[place]].tiers[0] for place in prefetch.reading}
         return min((tier.speed.late_at_s(1, patience_s) for tier in tiers), default=0.0)
 
-    def _arrivals(self, loading: _Loading, first: int, until: int, *, fast: bool) -> list[tuple[int, float]]:
+    def _arrivals(self, prefetch: _Prefetch, first: int, until: int, *, fast: bool) -> list[tuple[int, float]]:
         """The first token of each block in between that is being read or could be, and in how many seconds it is here.
 
         Each store reads one block after the other; so does a fetch. What is not read yet is read from the back, and so
@@ -292,38 +292,38 @@ class Loads:
         for read in self._reads.values():
             waits_s[read.tiers[0]] += block_s[read.tiers[0]]
             for each, place in read.wanted:
-                if each is loading:
+                if each is prefetch:
                     arrivals[place] = waits_s[read.tiers[0]]
         wait_s = 0.0
-        for place in reversed(loading.unread):
-            tier = self._tier(loading, place)
+        for place in reversed(prefetch.unread):
+            tier = self._tier(prefetch, place)
             wait_s = arrivals[place] = max(wait_s, waits_s.get(tier, 0.0)) + block_s[tier]
-        if loading.fetch is not None:
-            fetch = loading.fetch
+        if prefetch.fetch is not None:
+            fetch = prefetch.fetch
             for place, arrives_s in fetch.arrivals_s(now_s, seconds(fetch.speed, fetch.num_piece)):
                 arrivals[place] = min(arrives_s, arrivals.get(place, math.inf))
         in_order = ((place * self._size, arrivals[place]) for place in sorted(arrivals))
         return [each for each in in_order if first <= each[0] < until]
 
-    def _pass(self, loading: _Loading, first: int) -> None:
+    def _pass(self, prefetch: _Prefetch, first: int) -> None:
         """Computing has come to this token."""
-        if loading.fetch is not None:
-            self._fetches.passed(loading.fetch, first)
-        if first >= loading.end * self._size and not loading.unfound:
-            return self.end(loading.sequence)
-        while loading.unread and loading.unread[0] * self._size < first:
-            loading.unread.popleft()
-        loading.reading = {place for place in loading.reading if place * self._size >= first}
-        loading.sequence.from_stores = {
-            place: tier for place, tier in loading.sequence.from_stores.items() if place * self._size >= first
+        if prefetch.fetch is not None:
+            self._fetches.passed(prefetch.fetch, first)
+        if first >= prefetch.end * self._size and not prefetch.unfound:
+            return self.end(prefetch.sequence)
+        while prefetch.unread and prefetch.unread[0] * self._size < first:
+            prefetch.unread.popleft()
+        prefetch.reading = {place for place in prefetch.reading if place * self._size >= first}
+        prefetch.sequence.from_stores = {
+            place: tier for place, tier in prefetch.sequence.from_stores.items() if place * self._size >= first
         }
 
-    def _next_here(self, loading: _Loading, first: int) -> int:
+    def _next_here(self, prefetch: _Prefetch, first: int) -> int:
         """The first token behind `first` whose block is here; one at `first` itself is not worth a copy."""
-        places = iter(range(-(-first // self._size), loading.end))
+        places = iter(range(-(-first // self._size), prefetch.end))
         if not first % self._size:
-            next((place for place in places if not self._is_here(loading.block_hashes[place])), None)
-        place = next((place for place in places if self._is_here(loading.block_hashes[place])), loading.end)
+            next((place for place in places if not self._is_here(prefetch.block_hashes[place])), None)
+        place = next((place for place in places if self._is_here(prefetch.block_hashes[place])), prefetch.end)
         return place * self._size
 
     # ---- reads ---------------------------------------------------------------------------------------------------
@@ -334,43 +334,43 @@ class Loads:
 
     def _num_ahead(self) -> int:
         """Blocks of host memory that are read, or being read, for prompts."""
-        return sum(len(each.reading) + len(each.sequence.from_stores) for each in self._loadings.values())
+        return sum(len(each.reading) + len(each.sequence.from_stores) for each in self._prefetches.values())
 
-    def _tier(self, loading: _Loading, place: int) -> StoreTier:
-        return next(tier for tier, known in zip(self._tiers, loading.known, strict=True) if place < known)
+    def _tier(self, prefetch: _Prefetch, place: int) -> StoreTier:
+        return next(tier for tier, known in zip(self._tiers, prefetch.known, strict=True) if place < known)
 
     def read(self) -> None:
         """Begin what can be read now: first for running prompts from the back, then for waiting ones from the front."""
         if not any(tier.is_free for tier in self._tiers):
             return
         left = self._most_ahead - self._num_ahead()
-        for loading in sorted(self._loadings.values(), key=lambda each: each.sequence.state is not State.RUNNING):
-            if loading.sequence.state is State.RUNNING:
-                self._pass(loading, loading.sequence.num_scheduled)
-            while left > 0 and loading.reads and loading.unread and self._read_next(loading):
+        for prefetch in sorted(self._prefetches.values(), key=lambda each: each.sequence.state is not State.RUNNING):
+            if prefetch.sequence.state is State.RUNNING:
+                self._pass(prefetch, prefetch.sequence.num_scheduled)
+            while left > 0 and prefetch.reads and prefetch.unread and self._read_next(prefetch):
                 left -= 1
 
-    def _read_next(self, loading: _Loading) -> bool:
-        place = loading.unread[-1 if loading.from_back else 0]
-        block_hash = loading.block_hashes[place]
+    def _read_next(self, prefetch: _Prefetch) -> bool:
+        place = prefetch.unread[-1 if prefetch.from_back else 0]
+        block_hash = prefetch.block_hashes[place]
         read = self._reads.get(block_hash)
         if read is not None:
-            read.wanted.append((loading, place))
+            read.wanted.append((prefetch, place))
         elif not self._is_here(block_hash):
-            tiers = [tier for tier, known in zip(self._tiers, loading.known, strict=True) if place < known]
+            tiers = [tier for tier, known in zip(self._tiers, prefetch.known, strict=True) if place < known]
             block = self._host.load(block_hash) if tiers[0].is_free else None
             if block is None:
                 return False
-            read = _Read(block_hash, self._prefix(loading, place), block, tiers, self._now_s, [(loading, place)])
+            read = _Read(block_hash, self._prefix(prefetch, place), block, tiers, self._now_s, [(prefetch, place)])
             self._reads[block_hash] = read
             self._try(read)
         if read is not None:
-            loading.reading.add(place)
-        loading.unread.pop() if loading.from_back else loading.unread.popleft()
+            prefetch.reading.add(place)
+        prefetch.unread.pop() if prefetch.from_back else prefetch.unread.popleft()
         return True
 
-    def _prefix(self, loading: _Loading, place: int) -> int | None:
-        sequence = loading.sequence
+    def _prefix(self, prefetch: _Prefetch, place: int) -> int | None:
+        sequence = prefetch.sequence
         sequence.prefix_hashes = prefix_hashes(sequence.tokens, known=sequence.prefix_hashes, salt=sequence.salt)
         return prefix_hash_of_block(sequence.prefix_hashes, place, self._size)
 
@@ -381,22 +381,22 @@ class Loads:
         tier = read.tiers.pop(0)
         read.begun_s += seconds
         self._now_s = max(self._now_s, read.begun_s)
-        wanted = [each for each in read.wanted if each[0].sequence in self._loadings and each[1] in each[0].reading]
+        wanted = [each for each in read.wanted if each[0].sequence in self._prefetches and each[1] in each[0].reading]
         if not arrived and read.tiers and wanted:
             return self._try(read)
         del self._reads[read.block_hash]
         is_here = self._host.loaded(read.block, read.prefix, arrived=arrived)
-        for loading, place in wanted:
-            loading.reading.remove(place)
-            loading.has_read = True
+        for prefetch, place in wanted:
+            prefetch.reading.remove(place)
+            prefetch.has_read = True
             if is_here:
-                loading.sequence.from_stores[place] = tier.tier
+                prefetch.sequence.from_stores[place] = tier.tier
         self.read()
 
     def check(self) -> None:
         """Prove that what is being read is what host memory keeps blocks for. Raises AssertionError."""
         assert {each.block for each in self._reads.values()} == self._host.loading, "reads differ from host memory's"
-        for loading in self._loadings.values():
-            assert loading.sequence.state is not State.FINISHED, "a sequence that ended is loading"
-            assert not loading.reading & set(loading.unread), "a block is read twice"
-            assert all(loading.block_hashes[place] in self._reads for place in loading.reading), "a read is lost"
+        for prefetch in self._prefetches.values():
+            assert prefetch.sequence.state is not State.FINISHED, "a sequence that ended is prefetch"
+            assert not prefetch.reading & set(prefetch.unread), "a block is read twice"
+            assert all(prefetch.block_hashes[place] in self._reads for place in prefetch.reading), "a read is lost"

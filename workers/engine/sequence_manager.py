@@ -10,8 +10,8 @@ from collections.abc import Sequence as Items
 
 from workers.engine.blocks import BlockPool
 from workers.engine.borrowing import BlockMove
-from workers.engine.leases import Digests, LeaseBook
-from workers.engine.loads import Loads
+from workers.engine.leases import Digests, LeaseManager
+from workers.engine.prefetch import Prefetcher
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.step import StepPlan, StepResult
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 EngineOutput = TokensOut | HeadOut | FailedOut | Lease  # a Lease: a held prompt has its blocks, so its reader may start
 
 
-class SequenceBook:
+class SequenceManager:
     """Owned by an Engine. `outputs`: since they were taken last, in order. `dtype`: of the KV. `non_finite`: how many
     ended because their logits were not finite.
     """
@@ -32,8 +32,8 @@ class SequenceBook:
         self,
         pool: BlockPool,
         scheduler: Scheduler,
-        leases: LeaseBook,
-        loads: Loads,
+        leases: LeaseManager,
+        prefetcher: Prefetcher,
         end_tokens: tuple[int, ...],
         dtype: str,
     ) -> None:
@@ -42,7 +42,7 @@ class SequenceBook:
         self._pool = pool
         self._scheduler = scheduler
         self._leases = leases
-        self._loads = loads
+        self._prefetcher = prefetcher
         self._end_tokens = end_tokens
         self._dtype = dtype
         self._sequences: dict[str, Sequence] = {}
@@ -117,7 +117,7 @@ class SequenceBook:
             sequence.finish_pending = True
             return
         self._scheduler.remove(sequence)
-        self._loads.end(sequence)
+        self._prefetcher.end(sequence)
         sequence.state = State.FINISHED
         del self._sequences[sequence.key]
 

@@ -19,7 +19,7 @@ LOOSER = 1.5  # how much looser an SLO is made
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class Bottleneck:
     """`limit`: compute, bandwidth, launches, memory (too little for a larger batch) or link."""
 
     phase: str
@@ -37,7 +37,7 @@ class WhatIf:
     gain: float
 
 
-def bindings(request: PlanRequest, trial: Trial) -> list[Binding]:
+def bottlenecks(request: PlanRequest, trial: Trial) -> list[Bottleneck]:
     found = []
     for group, pool in zip(trial.layout.groups, trial.case.spec.pools, strict=True):
         if group.role is not Role.DECODE:
@@ -49,24 +49,24 @@ def bindings(request: PlanRequest, trial: Trial) -> list[Binding]:
     return found
 
 
-def _prefill(request: PlanRequest, trial: Trial, group: WorkerGroup, pool: PoolSpec) -> Binding:
+def _prefill(request: PlanRequest, trial: Trial, group: WorkerGroup, pool: PoolSpec) -> Bottleneck:
     tokens = pool.engine.max_batch_tokens
     if group.role is Role.MIXED:
         tokens = min(tokens, _prompt(trial))
     limit, words = _largest_part(request, group, tokens, tokens * min(tokens, _prompt(trial)) / 2, 0)
-    return Binding("prefill", limit, f"prefill is bound by {words} of a step of {tokens} tokens")
+    return Bottleneck("prefill", limit, f"prefill is bound by {words} of a step of {tokens} tokens")
 
 
-def _decode(request: PlanRequest, trial: Trial, group: WorkerGroup, pool: PoolSpec) -> Binding:
+def _decode(request: PlanRequest, trial: Trial, group: WorkerGroup, pool: PoolSpec) -> Bottleneck:
     size, context, batch_limit = _batch(trial, pool)
     tokens = size * context
     limit, words = _largest_part(request, group, size, tokens, tokens)
     limit = "memory" if batch_limit == "KV memory" else limit
     cap = f"the batch of {size} is limited by {batch_limit}"
-    return Binding("decode", limit, f"decode is bound by {words} of a step; {cap}")
+    return Bottleneck("decode", limit, f"decode is bound by {words} of a step; {cap}")
 
 
-def _handoff(trial: Trial) -> Binding:
+def _handoff(trial: Trial) -> Bottleneck:
     """The share of time in which the prefill workers' links move KV."""
     (pool, *_) = trial.case.spec.pools
     model = trial.case.models[pool.name]
@@ -74,7 +74,7 @@ def _handoff(trial: Trial) -> Binding:
     seconds = model.cost.transfer_seconds(num_bytes)
     busy = seconds * min(trial.estimate, trial.max_rate) / pool.replicas
     words = f"KV of a prompt ({num_bytes / 1e6:.0f} MB) takes {1e3 * seconds:.3g} ms: links are {busy:.0%} busy"
-    return Binding("handoff", "link" if busy >= 1.0 else "none", words)
+    return Bottleneck("handoff", "link" if busy >= 1.0 else "none", words)
 
 
 _NAMES = {

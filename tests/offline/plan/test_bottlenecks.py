@@ -2,10 +2,10 @@
 
 import pytest
 
+from cluster.offline.plan.bottlenecks import bottlenecks, changes, margins
 from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.request import PlanRequest
 from cluster.offline.plan.trial import full_trial
-from cluster.offline.plan.why import bindings, changes, margins
 from cluster.spec import Role
 from tests.offline.plan.requests import H100, L4, load, plan_request
 from workers.request import SLO
@@ -15,7 +15,7 @@ SPLIT = Layout("split", (WorkerGroup(Role.PREFILL, L4), WorkerGroup(Role.DECODE,
 
 
 def limits(question: PlanRequest, layout: Layout) -> dict[str, str]:
-    return {each.phase: each.limit for each in bindings(question, full_trial(question, layout))}
+    return {each.phase: each.limit for each in bottlenecks(question, full_trial(question, layout))}
 
 
 def test_long_prompts_are_bound_by_compute_and_decodes_by_bandwidth() -> None:
@@ -26,14 +26,14 @@ def test_long_prompts_are_bound_by_compute_and_decodes_by_bandwidth() -> None:
 
 def test_a_batch_that_kv_limits_is_bound_by_memory() -> None:
     question = plan_request(load=load("4000/400"), slo=SLO(10.0, 1.0))
-    (binding,) = [each for each in bindings(question, full_trial(question, MIXED)) if each.phase == "decode"]
-    assert binding.limit == "memory" and "KV memory" in binding.words
+    (bottleneck,) = [each for each in bottlenecks(question, full_trial(question, MIXED)) if each.phase == "decode"]
+    assert bottleneck.limit == "memory" and "KV memory" in bottleneck.words
 
 
 def test_a_batch_that_tpot_limits_says_so() -> None:
     question = plan_request(load=load("100/50"), slo=SLO(1.0, 0.0665))
-    (binding,) = [each for each in bindings(question, full_trial(question, MIXED)) if each.phase == "decode"]
-    assert "limited by TPOT" in binding.words
+    (bottleneck,) = [each for each in bottlenecks(question, full_trial(question, MIXED)) if each.phase == "decode"]
+    assert "limited by TPOT" in bottleneck.words
 
 
 def test_a_small_model_on_a_fast_gpu_is_bound_by_launches() -> None:
@@ -46,7 +46,7 @@ def test_only_a_split_has_a_handoff_and_a_slow_link_binds_it() -> None:
     question = plan_request(load=load("2000/200"))
     assert "handoff" not in limits(question, MIXED)
     trial = full_trial(question, SPLIT)
-    (handoff,) = [each for each in bindings(question, trial) if each.phase == "handoff"]
+    (handoff,) = [each for each in bottlenecks(question, trial) if each.phase == "handoff"]
     assert handoff.limit == "none" and "MB" in handoff.words
 
 
