@@ -22,7 +22,7 @@ from cluster.offline.sim.fleet import fleet, pool_model
 from cluster.offline.sim.run import simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.policy.policy import Policy
-from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementQuery, Refusal
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from workers.config import KEPT_SHARE, ParallelConfig
 from workers.costs import CostModel
@@ -80,13 +80,13 @@ def lends(rule: Rule) -> AbstractContextManager[object]:
     """The router adds the rule's lenders for a long request that finds no room on any worker."""
     choose = Policy.choose
 
-    def with_lenders(policy: Policy, ask: PlacementRequest) -> Placement | Refusal | Enqueue | None:
-        placement = choose(policy, ask)
-        tokens = ask.request.num_tokens + policy.expected_tokens(ask.request)
+    def with_lenders(policy: Policy, query: PlacementQuery) -> Placement | Refusal | Enqueue | None:
+        placement = choose(policy, query)
+        tokens = query.request.num_tokens + policy.expected_tokens(query.request)
         if not isinstance(placement, Placement) or placement.lenders or tokens < LONG:
             return placement
         instances = {}
-        for worker in ask.view.workers:
+        for worker in query.view.workers:
             assigned = policy.active.assigned(worker.name)
             taken = assigned.prompt_tokens + assigned.output_tokens
             context = assigned.prompt_tokens + assigned.output_tokens // 2
@@ -95,7 +95,7 @@ def lends(rule: Rule) -> AbstractContextManager[object]:
         if max(each.room for each in instances.values()) >= tokens:
             return placement
         borrower = instances.pop(placement.decode)
-        kept = int(KEPT_SHARE * max(worker.capacity_tokens for worker in ask.view.workers))
+        kept = int(KEPT_SHARE * max(worker.capacity_tokens for worker in query.view.workers))
         lenders = [replace(each, room=each.room - kept) for each in instances.values()]
         cost = pool_model(MODEL, GPU, ParallelConfig()).cost
         return structs.replace(placement, lenders=rule(cost, borrower, lenders, tokens))

@@ -13,7 +13,7 @@ from msgspec import structs
 from benchmarks.figures import BenchmarkPart, Figure, Progress, spread
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.prefix_index import HASH_BLOCK_SIZE, prefix_hashes
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.config import EngineConfig
@@ -89,12 +89,12 @@ class _Town:
             prompt = draw.choice(self._documents) + self._tokens(draw.choice((0, 100, 900)))
             sampling = SamplingParams(seed=1, max_tokens=draw.choice((1, 50, 400)))
             request = Request(f"r{self._number}", prompt, sampling, SLO())
-            ask = PlacementRequest(ClusterView(1, "c", None, tuple(self._workers)), request, now_s=self._now_s)
+            query = PlacementQuery(ClusterView(1, "c", None, tuple(self._workers)), request, now_s=self._now_s)
             begun_s = time.thread_time()
-            placement = policy.choose(ask)
+            placement = policy.choose(query)
             yield time.thread_time() - begun_s
             assert isinstance(placement, Placement), "every worker is ready"
-            policy.began(ask, placement)
+            policy.began(query, placement)
             self._under_way.append(request)
             if len(self._under_way) > BUSY:
                 key = self._under_way.pop(draw.randrange(BUSY // 2)).key

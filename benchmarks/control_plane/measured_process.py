@@ -23,7 +23,7 @@ from cluster.control.controller import Controller
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.join import spec_and_models
 from cluster.policy.policy import open_policy
-from cluster.policy.routing.router import PlacementRequest
+from cluster.policy.routing.router import PlacementQuery
 from cluster.spec import ClusterSpec
 from cluster.spec_file import parse_spec
 from diptych.view import WorkerState
@@ -74,7 +74,7 @@ class MeasuredGateway:
             begun_s = time.thread_time()
             view = discovery.routing_view()
             seen_s = time.thread_time()
-            placed = policy.choose(PlacementRequest(view, request, discovery.sent(), now_s=clock()))
+            placed = policy.choose(PlacementQuery(view, request, discovery.sent(), now_s=clock()))
             decisions.append(time.thread_time() - begun_s)
             pictures.append(seen_s - begun_s)
             assert placed is not None, "workers are ready"

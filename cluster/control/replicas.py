@@ -259,7 +259,7 @@ class ReplicaManager:
     def _take(self, stats: WorkerStats) -> None:
         if stats is not self.view.stats:
             self.view = replace(self.view, stats=stats)  # not published: statistics are not membership
-        self._pulse()
+        self._notify()
         if (self.view.detail or self.view.failures) and self._is_steady():
             self._in_a_row = 0
             self._show(self.view.state, detail="", failures=0)
@@ -270,10 +270,10 @@ class ReplicaManager:
 
     def _publish(self, view: WorkerView) -> None:
         self.view = view
-        self._pulse()
+        self._notify()
         self._context.changed(self.name)
 
-    def _pulse(self) -> None:
+    def _notify(self) -> None:
         if self._changed is not None:  # at every heartbeat
             self._changed.set()
             self._changed = None

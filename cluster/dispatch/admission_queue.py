@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from cluster.events import Event, Queued, Rejected
 from cluster.policy.admission.queue import QueuedRequest, RequestQueue
 from cluster.policy.policy import Policy
-from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementQuery, Refusal
 from cluster.spec import GatewaySpec, Role
 from diptych.view import ClusterView
 from workers.request import Request
@@ -28,10 +28,10 @@ Answer = Placement | Refusal | None
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A queued request. `ask` returns the current question to the policy; `answer` is awaited by its coroutine."""
+    """A queued request. `make_query` returns the current query to the policy; `answer` is awaited by its coroutine."""
 
     entry: QueuedRequest
-    ask: Callable[[], PlacementRequest]
+    make_query: Callable[[], PlacementQuery]
     answer: asyncio.Future[Answer]
     was_overdue: bool = False  # admitted because it had waited for too long
 
@@ -61,22 +61,22 @@ class AdmissionQueue:
             await asyncio.wait([self._watching])
 
     async def admit(
-        self, request: Request, ask: Callable[[], PlacementRequest], emit: Callable[[Event], None]
+        self, request: Request, make_query: Callable[[], PlacementQuery], emit: Callable[[Event], None]
     ) -> Answer:
         """Wait for the policy's answer. A placement is recorded with the policy. None: no worker is ready.
 
         Raises `Rejected` if the queue is full. Cancellation removes the request from the queue.
         """
-        answer = self._policy.choose(asked := ask())
+        answer = self._policy.choose(query := make_query())
         if answer is None or isinstance(answer, Refusal):
             return answer
-        if isinstance(answer, Placement) and (asked.beside or self.queue.outranks(request, asked.now_s)):
-            return self._begin(asked, answer)
-        waiting = self._enter(request, asked, answer, ask)
+        if isinstance(answer, Placement) and (query.sibling_worker or self.queue.outranks(request, query.now_s)):
+            return self._begin(query, answer)
+        waiting = self._enter(request, query, answer, make_query)
         try:
             self._round()
             if not waiting.answer.done():
-                queued = self._queued(waiting.entry, asked, answer)
+                queued = self._queued(waiting.entry, query, answer)
                 if refusal := _predicted_miss(request, waiting.entry, queued):
                     self._resolve(waiting).set_result(refusal)
                 else:
@@ -98,28 +98,28 @@ class AdmissionQueue:
     def _enter(
         self,
         request: Request,
-        asked: PlacementRequest,
+        query: PlacementQuery,
         answer: Placement | Enqueue,
-        ask: Callable[[], PlacementRequest],
+        make_query: Callable[[], PlacementQuery],
     ) -> _Waiting:
         if reason := self.queue.full(request):
-            retry_after_s = max(RECHECK_S, _start_s(answer, self.queue.in_order(asked.now_s), asked.view))
+            retry_after_s = max(RECHECK_S, _start_s(answer, self.queue.in_order(query.now_s), query.view))
             raise Rejected(f"{reason}; try again", retry_after_s, "queue-full")
-        entry = self.queue.enter(request, asked.now_s - asked.waited_s, _need_s(answer))
-        waiting = self._waiting[entry] = _Waiting(entry, ask, asyncio.get_running_loop().create_future())
+        entry = self.queue.enter(request, query.now_s - query.waited_s, _need_s(answer))
+        waiting = self._waiting[entry] = _Waiting(entry, make_query, asyncio.get_running_loop().create_future())
         if self._watching is None:
             self._watching = asyncio.ensure_future(self._watch())
         return waiting
 
-    def _queued(self, entry: QueuedRequest, asked: PlacementRequest, answer: Placement | Enqueue) -> Queued:
-        entries = self.queue.in_order(asked.now_s)
+    def _queued(self, entry: QueuedRequest, query: PlacementQuery, answer: Placement | Enqueue) -> Queued:
+        entries = self.queue.in_order(query.now_s)
         position = entries.index(entry)
-        start_s = _start_s(answer, entries[:position], asked.view)
+        start_s = _start_s(answer, entries[:position], query.view)
         return Queued(
             request_id=entry.request_id,
             position=position,
             predicted_start_s=start_s,
-            predicted_ttft_s=asked.waited_s + start_s + entry.need_s,
+            predicted_ttft_s=query.waited_s + start_s + entry.need_s,
             reason=answer.reason if isinstance(answer, Enqueue) else "other requests are ahead",
         )
 
@@ -173,9 +173,9 @@ class AdmissionQueue:
         if waiting.answer.done():
             return None  # cancelled; its coroutine removes the entry
         try:
-            answer = self._policy.choose(asked := replace(waiting.ask(), is_queued=True))
+            answer = self._policy.choose(query := replace(waiting.make_query(), is_queued=True))
             if isinstance(answer, Placement) and not only_refusals:
-                placement = self._begin(asked, answer)
+                placement = self._begin(query, answer)
                 self._resolve(waiting, served=True).set_result(placement)
         except Exception as error:  # its own coroutine raises it
             self._resolve(waiting).set_exception(error)
@@ -190,10 +190,10 @@ class AdmissionQueue:
         (self.queue.take if served else self.queue.leave)(waiting.entry)
         return waiting.answer
 
-    def _begin(self, asked: PlacementRequest, placement: Placement) -> Placement:
+    def _begin(self, query: PlacementQuery, placement: Placement) -> Placement:
         """Record the placement. Returns it with predictions from the request's arrival, for the client."""
-        self._policy.began(asked, placement)
-        return self._policy.for_client(asked, placement)
+        self._policy.began(query, placement)
+        return self._policy.for_client(query, placement)
 
     def _wake_in(self, seconds: float) -> None:
         if self._timer is not None:

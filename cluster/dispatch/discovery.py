@@ -230,7 +230,7 @@ class WorkerDiscovery:
         self._seen = {name: self._seen.get(name, member.view) for name, member in members.items()}
         self._stale.update(member.view.name for member in changed)
         self._routing_view = None
-        self._pulse()
+        self._notify()
 
     def _record_changes(self, before: dict[str, Member], changed: list[Member]) -> None:
         for now in (member.view for member in changed):
@@ -264,7 +264,7 @@ class WorkerDiscovery:
             sent=self._sent,
             late=self._late,
             touched=partial(self._stale.add, view.name),
-            changed=self._pulse,
+            changed=self._notify,
             cache=reader,
             kv_dtype=next((pool.engine.dtype for pool in self._spec.pools if pool.name == view.pool), ""),
         )
@@ -286,7 +286,7 @@ class WorkerDiscovery:
                 self.clients[view.name] = self._connect(member)
                 self._stale.add(view.name)
 
-    def _pulse(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

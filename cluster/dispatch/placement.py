@@ -13,13 +13,13 @@ from cluster.dispatch.discovery import WorkerDiscovery
 from cluster.events import Event, Rejected, Unservable
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import Policy
-from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementQuery, Refusal
 from cluster.spec import ClusterSpec, Role
 from workers.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementQuery:
+class PlacementInput:
     """The request-specific input of a placement. `avoid`: workers that failed or refused the request."""
 
     request: Request
@@ -48,7 +48,7 @@ class Placer:
         self._sibling_worker = sibling_worker
 
     async def place(
-        self, query: PlacementQuery, emit: Callable[[Event], None]
+        self, given: PlacementInput, emit: Callable[[Event], None]
     ) -> tuple[Placement | Refusal, frozenset[str]]:
         """Wait for workers that can serve the request. Returns the answer, and the workers to avoid from now on.
 
@@ -56,26 +56,26 @@ class Placer:
         Raises `Rejected` when no worker is ready in time, `Unservable` when the prompt fits on no worker.
         """
         limit_s = self._gateway.placement_timeout_s
-        if self._waits_in_queue(query.request):
-            limit_s += self._classes.of(query.request).patience_s
+        if self._waits_in_queue(given.request):
+            limit_s += self._classes.of(given.request).patience_s
         try:
             async with asyncio.timeout(limit_s):
-                while (answer := await self._live_answer(query, emit)) is None:
-                    if query.avoid:
-                        query = replace(query, avoid=frozenset())
+                while (answer := await self._live_answer(given, emit)) is None:
+                    if given.avoid:
+                        given = replace(given, avoid=frozenset())
                         continue
-                    self._refuse_unservable(query.request)
-                    await self._change(query.request)
+                    self._refuse_unservable(given.request)
+                    await self._change(given.request)
         except TimeoutError:
             what, cause = "turn came", "waited"
-            if self._waits_for_memory(query.request):
+            if self._waits_for_memory(given.request):
                 what = "memory on several workers"
-            elif self._policy.choose(self.ask(query)) is None:
+            elif self._policy.choose(self.query(given)) is None:
                 what, cause = "healthy worker", "no-worker"
             raise Rejected(f"no {what} within {limit_s:.0f} s", retry_after_s=5.0, cause=cause) from None
         if isinstance(answer, Placement):
             self.count_fallback(answer)
-        return answer, query.avoid
+        return answer, given.avoid
 
     async def _change(self, request: Request) -> None:
         """Wait for a change of the membership, or, where a request waits for the memory of several workers, for new
@@ -89,22 +89,22 @@ class Placer:
         """Whether only several workers together can hold it."""
         return 0 < self._largest_alone() <= request.num_tokens
 
-    async def _live_answer(self, query: PlacementQuery, emit: Callable[[Event], None]) -> Placement | Refusal | None:
+    async def _live_answer(self, given: PlacementInput, emit: Callable[[Event], None]) -> Placement | Refusal | None:
         """Like `_answer`, but asks again if a worker was lost before this coroutine continued."""
-        while isinstance(answer := await self._answer(query, emit), Placement) and not self.is_live(answer):
-            self._policy.ended(query.request.key, asyncio.get_running_loop().time())
+        while isinstance(answer := await self._answer(given, emit), Placement) and not self.is_live(answer):
+            self._policy.ended(given.request.key, asyncio.get_running_loop().time())
             await asyncio.sleep(0)
         return answer
 
-    async def _answer(self, query: PlacementQuery, emit: Callable[[Event], None]) -> Placement | Refusal | None:
+    async def _answer(self, given: PlacementInput, emit: Callable[[Event], None]) -> Placement | Refusal | None:
         """The policy's answer, after a wait in the queue if necessary. None: no worker is ready."""
-        if self._waits_in_queue(query.request):
-            return await self._admission_queue.admit(query.request, lambda: self.ask(query), emit)
-        answer = self._policy.choose(ask := self.ask(query))
+        if self._waits_in_queue(given.request):
+            return await self._admission_queue.admit(given.request, lambda: self.query(given), emit)
+        answer = self._policy.choose(query := self.query(given))
         assert not isinstance(answer, Enqueue), "only first attempts wait, and in the admission queue"
         if isinstance(answer, Placement):
-            self._policy.began(ask, answer)
-            return self._policy.for_client(ask, answer)
+            self._policy.began(query, answer)
+            return self._policy.for_client(query, answer)
         return answer
 
     def _waits_in_queue(self, request: Request) -> bool:
@@ -115,10 +115,10 @@ class Placer:
         workers = [self._discovery.clients.get(name) for name in (placement.prefill, placement.decode)]
         return all(worker is not None and worker.lost is None for worker in workers)
 
-    def better(self, query: PlacementQuery, key: str) -> Placement | None:
+    def better(self, given: PlacementInput, key: str) -> Placement | None:
         """Better workers for a prompt that still waits, or None. In the policy, they replace the attempt `key`."""
-        placement = self._policy.requeue.better_placement(ask := self.ask(query), key, self._policy.choose)
-        return None if placement is None else self._policy.replace(ask, key, placement)
+        placement = self._policy.requeue.better_placement(query := self.query(given), key, self._policy.choose)
+        return None if placement is None else self._policy.replace(query, key, placement)
 
     def count_fallback(self, placement: Placement) -> None:
         """Count a request that runs on workers of another role because no worker of its role is ready."""
@@ -126,17 +126,17 @@ class Placer:
             for role in self.fallbacks:
                 self.fallbacks[role] += not self._discovery.has_ready(role, Role.MIXED)
 
-    def ask(self, query: PlacementQuery, *, alone: bool = True) -> PlacementRequest:
-        request, now_s = query.request, asyncio.get_running_loop().time()
-        return PlacementRequest(
+    def query(self, given: PlacementInput, *, may_colocate: bool = True) -> PlacementQuery:
+        request, now_s = given.request, asyncio.get_running_loop().time()
+        return PlacementQuery(
             view=self._discovery.routing_view(),
             request=request,
             sent=self._discovery.sent(),
-            avoid=query.avoid,
-            alone=alone,
-            beside=self._sibling_worker(request.group) if request.group else "",
+            avoid=given.avoid,
+            may_colocate=may_colocate,
+            sibling_worker=self._sibling_worker(request.group) if request.group else "",
             now_s=now_s,
-            waited_s=now_s - query.arrived_s,
+            waited_s=now_s - given.arrived_s,
         )
 
     def has_more_room(self, num_tokens: int) -> bool:

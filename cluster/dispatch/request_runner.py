@@ -174,8 +174,8 @@ class RequestRunner:
             return await self._wait_for_lenders(state)
         state.avoid |= {failure.worker}
         # Decode on prefill workers only if all decode workers are dead, not if they are full.
-        alone = failure.refused_s is None
-        no_other_worker = self._policy.choose(self._placer.ask(state.query(), alone=alone)) is None
+        query = self._placer.query(state.placement_input(), may_colocate=failure.refused_s is None)
+        no_other_worker = self._policy.choose(query) is None
         if failure.refused_s is not None and no_other_worker:
             raise Rejected(str(failure), failure.refused_s, "no-room") from None
         if spent >= self._spec.gateway.max_attempts:
@@ -239,7 +239,7 @@ class RequestRunner:
             state.end_attempt(attempt)
 
     async def _place(self, state: RequestState) -> Placement:
-        answer, state.avoid = await self._placer.place(state.query(), state.emit)
+        answer, state.avoid = await self._placer.place(state.placement_input(), state.emit)
         state.watch.lap("recovery" if state.request.attempt else "route")
         if isinstance(answer, Refusal):
             raise Rejected(answer.reason, answer.retry_after_s, "admission")
@@ -389,7 +389,7 @@ class RequestRunner:
         if state.replacement is not None or state.num_uncounted >= MAX_REPLACEMENTS:
             return False
         request = state.next_request()
-        placement = self._placer.better(replace(state.query(), request=request), key)
+        placement = self._placer.better(replace(state.placement_input(), request=request), key)
         if placement is None:
             return False
         worker, reason = placement.prefill, placement.reason

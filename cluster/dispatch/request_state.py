@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.dispatch.attempt import Attempt, Phase
-from cluster.dispatch.placement import PlacementQuery
+from cluster.dispatch.placement import PlacementInput
 from cluster.events import Completed, Event
 from cluster.observe.history import MAX_TEXT_CHARS
 from cluster.observe.ledger import Stopwatch, now_ns
@@ -67,8 +67,8 @@ class RequestState:
         if self.running is not None:
             asyncio.get_running_loop().call_soon(self.running.cancel)
 
-    def query(self) -> PlacementQuery:
-        return PlacementQuery(self.request, self.timing.arrived_s, self.avoid)
+    def placement_input(self) -> PlacementInput:
+        return PlacementInput(self.request, self.timing.arrived_s, self.avoid)
 
     def next_request(self, *, fresh: bool = False) -> Request:
         """The next attempt's request, which continues after the tokens that the client has."""

@@ -30,7 +30,7 @@ from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal
 from cluster.policy.routing.lending import Lending
 from cluster.policy.routing.picking import WorkerLookup
 from cluster.policy.routing.prefix_index import EXPECT_S, PrefixIndex
-from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal, Router
+from cluster.policy.routing.router import Enqueue, Placement, PlacementQuery, Refusal, Router
 from cluster.policy.routing.slo.router import SLORouter
 from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
@@ -81,55 +81,55 @@ class Policy:
         """Whether `choose` may answer `Enqueue`."""
         return self._admission.queues
 
-    def choose(self, ask: PlacementRequest) -> Placement | Refusal | Enqueue | None:
+    def choose(self, query: PlacementQuery) -> Placement | Refusal | Enqueue | None:
         """A placement for the request; None: no worker is ready for it. Changes nothing.
 
         Only first attempts are refused or queued, and no parallel sample if another one of its prompt is running.
         """
-        placement = self._router.choose(ask) or self.lending.choose(ask, self.active.borrowing())
+        placement = self._router.choose(query) or self.lending.choose(query, self.active.borrowing())
         if placement is None:
             return None
         if placement.predicted_ttft_s is None:
-            placement = self._predicted(ask, placement)
-        predicted = self._reserved(ask, placement)
-        if ask.request.attempt or ask.beside or not self._admission.needs_predictions:
+            placement = self._predicted(query, placement)
+        predicted = self._reserved(query, placement)
+        if query.request.attempt or query.sibling_worker or not self._admission.needs_predictions:
             return predicted
         judged = predicted if self._admission.queues else placement  # Mooncake's admission has no reservations
-        return self._admission.at_arrival(ask, judged, self._worker(ask, placement.decode)) or predicted
+        return self._admission.at_arrival(query, judged, self._worker(query, placement.decode)) or predicted
 
-    def _predicted(self, ask: PlacementRequest, placement: Placement) -> Placement:
+    def _predicted(self, query: PlacementQuery, placement: Placement) -> Placement:
         """Add predictions, where costs are known or the admission policy needs them."""
-        prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
+        prefill, decode = self._worker(query, placement.prefill), self._worker(query, placement.decode)
         if not (self._latency.knows(prefill, decode) or self._admission.needs_predictions):
             return placement
         return structs.replace(
             placement,
-            predicted_ttft_s=self._latency.ttft_seconds(ask, prefill, _cached_tokens(ask, placement)),
-            predicted_tpot_s=self._latency.tpot_seconds(ask, decode),
+            predicted_ttft_s=self._latency.ttft_seconds(query, prefill, _cached_tokens(query, placement)),
+            predicted_tpot_s=self._latency.tpot_seconds(query, decode),
         )
 
-    def _reserved(self, ask: PlacementRequest, placement: Placement) -> Placement:
+    def _reserved(self, query: PlacementQuery, placement: Placement) -> Placement:
         """Add the wait for the decode worker's reservation, as far as it exceeds the wait in the prefill queue."""
         if placement.colocated or placement.predicted_ttft_s is None:
             return placement
-        wait_s = self._reservation_wait.seconds(ask, self._worker(ask, placement.decode))
+        wait_s = self._reservation_wait.seconds(query, self._worker(query, placement.decode))
         if wait_s <= 0.0:
             return placement
-        additional_s = max(0.0, wait_s - self._latency.queue_seconds(ask, self._worker(ask, placement.prefill)))
+        additional_s = max(0.0, wait_s - self._latency.queue_seconds(query, self._worker(query, placement.prefill)))
         predicted_s = placement.predicted_ttft_s + additional_s
         return structs.replace(placement, predicted_ttft_s=predicted_s)
 
-    def began(self, ask: PlacementRequest, placement: Placement) -> None:
+    def began(self, query: PlacementQuery, placement: Placement) -> None:
         """The attempt was sent to the chosen workers."""
-        request = ask.request
-        prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
-        cached_tokens = _cached_tokens(ask, placement)
+        request = query.request
+        prefill, decode = self._worker(query, placement.prefill), self._worker(query, placement.decode)
+        cached_tokens = _cached_tokens(query, placement)
         cut_tokens = placement.cut(request)
         new_tokens = max(1, (cut_tokens or request.num_tokens) - cached_tokens)
         prefill_s = placement.prefill_s
-        if prefill_s is None or ask.beside == placement.prefill:
+        if prefill_s is None or query.sibling_worker == placement.prefill:
             prefill_s = self._latency.prefill_seconds(prefill, new_tokens, cached_tokens)
-        queue_s = self._latency.queue_seconds(ask, prefill)
+        queue_s = self._latency.queue_seconds(query, prefill)
         work = ActiveRequest(
             key=request.key,
             prefill=placement.prefill,
@@ -138,26 +138,26 @@ class Policy:
             new_tokens=new_tokens,
             output_tokens=self.expected_tokens(request),
             prefill_s=prefill_s,
-            began_s=ask.now_s,
-            first_token_s=ask.now_s + queue_s + prefill_s,
+            began_s=query.now_s,
+            first_token_s=query.now_s + queue_s + prefill_s,
             correction=self._latency.prompt_correction(prefill),
-            plain_tpot_s=self._latency.plain_tpot_seconds(ask, decode),
+            plain_tpot_s=self._latency.plain_tpot_seconds(query, decode),
             tpot_slo_s=request.slo.tpot_s,
             borrows=bool(placement.lenders),
             is_cut=cut_tokens > 0,
         )
-        self._router.began(ask, placement)
+        self._router.began(query, placement)
         self.active.began(work)
 
-    def _worker(self, ask: PlacementRequest, name: str) -> WorkerView:
-        worker = self._find(ask.view, name)
+    def _worker(self, query: PlacementQuery, name: str) -> WorkerView:
+        worker = self._find(query.view, name)
         assert worker is not None, f"{name} was chosen from this view"
         return worker
 
-    def for_client(self, ask: PlacementRequest, placement: Placement) -> Placement:
+    def for_client(self, query: PlacementQuery, placement: Placement) -> Placement:
         """Predictions as the client sees them: counted from the request's arrival; none where costs are guesses."""
-        if self._latency.knows(self._worker(ask, placement.prefill), self._worker(ask, placement.decode)):
-            return placement.after(ask.waited_s)
+        if self._latency.knows(self._worker(query, placement.prefill), self._worker(query, placement.decode)):
+            return placement.after(query.waited_s)
         return structs.replace(placement, predicted_ttft_s=None, predicted_tpot_s=None)
 
     def expected_tokens(self, request: Request) -> int:
@@ -174,12 +174,12 @@ class Policy:
         if work is not None and not work.is_cut:
             self._latency.learn_prompt(work, compute_s)
 
-    def replace(self, ask: PlacementRequest, key: str, placement: Placement) -> Placement:
+    def replace(self, query: PlacementQuery, key: str, placement: Placement) -> Placement:
         """Replace the attempt `key`, which has not started, by one with this placement. Returns `for_client`."""
         self.index.withdraw(key)
-        self.active.ended(key, ask.now_s)
-        self.began(ask, placement)
-        return self.for_client(ask, placement)
+        self.active.ended(key, query.now_s)
+        self.began(query, placement)
+        return self.for_client(query, placement)
 
     def ended(self, key: str, now_s: float, num_tokens: int = 0) -> None:
         """The attempt ended after `num_tokens` tokens (0: it did not finish). Unknown keys are ignored."""
@@ -235,6 +235,6 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: LengthPredictor | None = 
     )
 
 
-def _cached_tokens(ask: PlacementRequest, placement: Placement) -> int:
+def _cached_tokens(query: PlacementQuery, placement: Placement) -> int:
     """Prompt tokens that will be cached when it starts: all but one if the worker computes the same prompt already."""
-    return ask.request.num_tokens - 1 if ask.beside == placement.prefill else placement.cached_tokens
+    return query.request.num_tokens - 1 if query.sibling_worker == placement.prefill else placement.cached_tokens

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cluster.events import Delta, Event
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.runtime.interface import WorkerOrder
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from kvtransfer.open import SharedMemory
@@ -72,9 +72,9 @@ async def opened(spec: ClusterSpec, placements: dict[str, Placement] | None = No
         policy = subject.dispatcher._policy
         chosen = policy.choose
 
-        def choose(ask: PlacementRequest) -> Any:
-            placement = (placements or {}).get(ask.request.id)
-            return chosen(ask) if placement is None or ask.avoid else placement
+        def choose(query: PlacementQuery) -> Any:
+            placement = (placements or {}).get(query.request.id)
+            return chosen(query) if placement is None or query.avoid else placement
 
         policy.choose = choose
         yield subject

@@ -14,7 +14,7 @@ from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Accepted, Completed, DeadlineExceeded, Delta, Event, Queued, Rejected
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import SimCluster, open_cluster
-from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest
+from cluster.policy.routing.router import Enqueue, Placement, PlacementQuery
 from cluster.spec import ClassSpec, ClusterSpec
 from tests.offline.sim.cases import ENGINE, colocated, models, split
 from workers.costs import LinearCost
@@ -294,7 +294,7 @@ def test_the_wait_in_the_queue_has_a_limit() -> None:
     async def scene() -> None:
         async with opened(promising(colocated())) as cluster:
             (dispatcher,) = cluster.dispatchers
-            dispatcher._policy.choose = lambda ask: Enqueue("never", 1.0, 1.0)
+            dispatcher._policy.choose = lambda query: Enqueue("never", 1.0, 1.0)
             begin_s = asyncio.get_running_loop().time()
             with pytest.raises(Rejected, match="no turn came within 90 s"):
                 await dispatcher.run(request("b", "batch"), lambda _: None)
@@ -366,9 +366,9 @@ def test_a_request_cancelled_at_admission_returns_its_placement() -> None:
             waiting = [each for each in seen if each.first(Queued) is not None]
             begun, began = [], dispatcher._policy.began
 
-            def leave(ask: PlacementRequest, placement: Placement) -> None:
-                began(ask, placement)
-                begun.append(ask.request.id)
+            def leave(query: PlacementQuery, placement: Placement) -> None:
+                began(query, placement)
+                begun.append(query.request.id)
                 if len(begun) == 1:
                     asyncio.get_running_loop().call_soon(waiting[0].task.cancel)
 
@@ -441,7 +441,7 @@ def test_a_membership_change_starts_a_round_at_once() -> None:
             await asyncio.sleep(0.05)
             assert waiting.first(Queued) is not None
             asked, choose = [], dispatcher._policy.choose
-            dispatcher._policy.choose = lambda ask: asked.append(ask.now_s) or choose(ask)  # type: ignore
+            dispatcher._policy.choose = lambda query: asked.append(query.now_s) or choose(query)  # type: ignore
             now_s = asyncio.get_running_loop().time()
             dispatcher.discovery.take(dispatcher.discovery.membership)
             for _ in range(5):

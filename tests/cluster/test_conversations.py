@@ -11,7 +11,7 @@ from msgspec import structs
 
 from cluster.observe.ledger import now_ns
 from cluster.policy.routing.prefix_index import prefix_hashes
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.spec import ClusterSpec
 from kvtransfer.ticket import TransferTicket
 from tests.cluster.local import Cluster, cluster, completed, mixed_spec, split_spec, tokens_of
@@ -89,7 +89,7 @@ async def two_turns(
 async def keep_away_from(subject: Cluster, name: str) -> None:
     """The router does not use this worker from now on."""
     choose = subject.dispatcher._policy.choose
-    subject.dispatcher._policy.choose = lambda ask: choose(replace(ask, avoid={*ask.avoid, name}))
+    subject.dispatcher._policy.choose = lambda query: choose(replace(query, avoid={*query.avoid, name}))
 
 
 @pytest.mark.parametrize("other", ["prefill-0", "prefill-1"])
@@ -212,12 +212,12 @@ async def test_a_turn_is_computed_if_the_decode_worker_cannot_lend_it(
         first, policy = "", subject.dispatcher._policy
         choose = policy.choose
 
-        def chosen(ask: PlacementRequest) -> Placement:
+        def chosen(query: PlacementQuery) -> Placement:
             nonlocal first
-            placement = choose(ask)
+            placement = choose(query)
             assert isinstance(placement, Placement)
             first = first or placement.decode
-            if ask.request.id != "second":
+            if query.request.id != "second":
                 return structs.replace(placement, decode=first)
             (second,) = {"decode-0", "decode-1"} - {first}
             return structs.replace(placement, prefill="prefill-1", decode=second, prefix_owner=first)

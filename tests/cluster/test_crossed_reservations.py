@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from cluster.offline.sim import clock
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.spec import PoolSpec, Role
 from tests.cluster.local import cluster, completed, request, split_spec, tokens_of
 from workers.config import EngineConfig
@@ -21,8 +21,8 @@ def test_crossed_prompts_of_more_than_half_a_pool_are_answered() -> None:
             honest = policy.choose
             crossed = {"one": ("mixed-0", "mixed-1"), "two": ("mixed-1", "mixed-0")}
 
-            def choose(ask: PlacementRequest) -> Placement | None:
-                found = honest(ask) if ask.request.attempt else Placement(*crossed[ask.request.id], "a test")
+            def choose(query: PlacementQuery) -> Placement | None:
+                found = honest(query) if query.request.attempt else Placement(*crossed[query.request.id], "a test")
                 assert found is None or isinstance(found, Placement)
                 return found
 

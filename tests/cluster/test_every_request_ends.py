@@ -22,7 +22,7 @@ from cluster.events import AttemptsExhausted, ClusterError, Event, Rejected, Uns
 from cluster.offline.sim import clock
 from cluster.offline.sim.environment import RemoteWorker
 from cluster.policy.policy import Policy
-from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementQuery, Refusal
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime, simulated_worker
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
@@ -112,21 +112,21 @@ def unruly(policy: Policy, draw: Random) -> None:
     """Any two workers may become a pair, and any worker may be asked for a prefix."""
     ruled = policy.choose
 
-    def choose(ask: PlacementRequest) -> Placement | Refusal | Enqueue | None:
-        found = ruled(ask)
+    def choose(query: PlacementQuery) -> Placement | Refusal | Enqueue | None:
+        found = ruled(query)
         fit = [
             each.name
-            for each in ask.view.workers
+            for each in query.view.workers
             if each.state is WorkerState.READY
-            and each.name not in ask.avoid
-            and each.capacity_tokens > ask.request.num_tokens
+            and each.name not in query.avoid
+            and each.capacity_tokens > query.request.num_tokens
         ]
         if not isinstance(found, Placement) or found.lenders or len(fit) < 2:
             return found
         prefill, decode, owner = (draw.choice(fit) for _ in range(3))
-        if prefill != decode and not ask.view.linked(prefill, decode):
+        if prefill != decode and not query.view.linked(prefill, decode):
             return found
-        cut_tokens = draw.choice((0, draw.randrange(ask.request.num_tokens)))
+        cut_tokens = draw.choice((0, draw.randrange(query.request.num_tokens)))
         return Placement(
             prefill, decode, "a test", prefix_owner="" if owner == prefill else owner, cut_tokens=cut_tokens
         )

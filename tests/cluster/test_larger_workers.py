@@ -9,7 +9,7 @@ import pytest
 
 from cluster.events import Accepted, Event
 from cluster.offline.sim import clock
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.spec import PoolSpec, Role
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.config import EngineConfig
@@ -17,7 +17,7 @@ from workers.executor.simulated import simulated_token
 from workers.request import FinishReason, Request
 
 SMALL = EngineConfig(kv_blocks=22, block_size=16, max_batch_tokens=64, max_running=16)  # holds 320 tokens
-Choose = Callable[[PlacementRequest], Placement | None]
+Choose = Callable[[PlacementQuery], Placement | None]
 
 
 @asynccontextmanager
@@ -36,7 +36,7 @@ def first_to(subject: Cluster, prefill: str, decode: str) -> None:
     """Whatever the policy would say, first attempts go there."""
     policy = subject.dispatcher._policy
     honest = policy.choose
-    policy.choose = lambda ask: honest(ask) if ask.request.attempt else Placement(prefill, decode, "a test")
+    policy.choose = lambda query: honest(query) if query.request.attempt else Placement(prefill, decode, "a test")
 
 
 def exact(wanted: Request, count: int) -> list[int]:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.offline.sim import clock
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from tests.cluster.local import Cluster, cluster, completed, generate, request, split_spec, tokens_of
 from workers.costs import LinearCost
@@ -35,8 +35,8 @@ def cuts(subject: Cluster, cut_tokens: int) -> None:
     policy = subject.dispatcher._policy
     honest = policy.choose
 
-    def choose(ask: PlacementRequest) -> Any:
-        placement = honest(ask)
+    def choose(query: PlacementQuery) -> Any:
+        placement = honest(query)
         return structs.replace(placement, cut_tokens=cut_tokens) if isinstance(placement, Placement) else placement
 
     policy.choose = choose

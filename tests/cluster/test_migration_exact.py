@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.events import Delta, Event
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.runtime.interface import WorkerOrder
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from kvtransfer.open import SharedMemory
@@ -53,7 +53,7 @@ class Gangs:
         subject.dispatcher._policy.choose = self._choose
         self._count = 0
 
-    def _choose(self, ask: PlacementRequest) -> Placement:
+    def _choose(self, query: PlacementQuery) -> Placement:
         return self._placement
 
     def ask(

@@ -35,7 +35,9 @@ async def opened(*, rebalance: bool = True, mixed: bool = False) -> AsyncIterato
         policy = subject.dispatcher._policy
         honest = policy.choose
         decode = "prefill-0" if mixed else "decode-0"
-        policy.choose = lambda ask: honest(ask) if ask.request.attempt else Placement("prefill-0", decode, "crowded")
+        policy.choose = lambda query: (
+            honest(query) if query.request.attempt else Placement("prefill-0", decode, "crowded")
+        )
         yield subject
         policy.active.check()
         assert not len(policy.active) and not policy.index._expected.keys() - {key for _, key in policy.index._settled}

@@ -47,13 +47,15 @@ def test_only_first_attempts_are_refused() -> None:
     assert not refused(story, CALM, length=9000, attempt=1)
     story.send(CALM, request("sibling", 400))
     assert isinstance(story.choose(CALM, request("b", 200)), Refusal)
-    assert isinstance(story.choose(CALM, request("b", 200), beside="p0"), Placement), "its prompt is computed already"
+    assert isinstance(story.choose(CALM, request("b", 200), sibling_worker="p0"), Placement), (
+        "its prompt is computed already"
+    )
 
 
 def test_a_shared_prompt_counts_once() -> None:
     story = Story("least-loaded", "predictive", TIGHT)
     for n in range(3):
-        story.send(CALM, request(f"r{n}", 400), beside="p0" if n else "")
+        story.send(CALM, request(f"r{n}", 400), sibling_worker="p0" if n else "")
     assert story.policy.active.worker_load("p0").ahead_s(story.now_s) == pytest.approx(0.402)
 
 

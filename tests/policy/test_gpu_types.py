@@ -19,7 +19,7 @@ from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.lending import Lending
 from cluster.policy.routing.prefix_index import PrefixIndex
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.policy.routing.slo.router import MAX_EXHAUSTIVE, SLORouter
 from cluster.policy.scaling.balance import Group, Mix, utilization
 from cluster.policy.scaling.elastic import Elastic, _targets
@@ -85,10 +85,10 @@ def test_prompts_go_where_they_are_done_soonest_not_where_fewest_wait() -> None:
     picture = view(worker("fast", Role.PREFILL), worker("slow", Role.PREFILL), worker("d", Role.DECODE))
     sent = []
     for number in range(6):
-        ask = PlacementRequest(picture, request(f"r{number}", 600, 1000 * number, max_tokens=1), now_s=100.0)
-        placement = policy.choose(ask)
+        query = PlacementQuery(picture, request(f"r{number}", 600, 1000 * number, max_tokens=1), now_s=100.0)
+        placement = policy.choose(query)
         assert isinstance(placement, Placement)
-        policy.began(ask, placement)
+        policy.began(query, placement)
         sent.append(placement.prefill)
     assert sent.count("fast-0") == 4 and sent.count("slow-0") == 2  # as quick to the last one as can be
 
@@ -104,14 +104,14 @@ def test_a_fast_prefill_worker_decodes_only_if_the_slow_one_can_take_its_prompts
     now_s = 100.0
     for number in range(10):
         wanted = request(f"r{number}", length, 2000 * number, max_tokens=1)
-        ask = PlacementRequest(picture, wanted, now_s=now_s)
-        placement = policy.choose(ask)
+        query = PlacementQuery(picture, wanted, now_s=now_s)
+        placement = policy.choose(query)
         assert isinstance(placement, Placement) and placement.prefill_s is not None
-        policy.began(ask, placement)
+        policy.began(query, placement)
         policy.prefilled(wanted.key, now_s + placement.prefill_s)
         policy.ended(wanted.key, now_s + placement.prefill_s)
         now_s += 1.0
-    placement = policy.choose(PlacementRequest(picture, request("last", 100, 90_000), now_s=now_s))
+    placement = policy.choose(PlacementQuery(picture, request("last", 100, 90_000), now_s=now_s))
     assert isinstance(placement, Placement) and placement.decode == decode
 
 

@@ -9,7 +9,7 @@ from msgspec import structs
 from cluster.policy.active_requests import ActiveRequest
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.lending import MAX_LENDERS, Lending
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.spec import ROUTING, ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.config import EngineConfig, ParallelConfig
@@ -31,9 +31,9 @@ def worker(name: str, free: int = BLOCKS, pool: str = "mixed", tokens: int = POO
     return WorkerView(name, pool, Role.MIXED, WorkerState.READY, "1", capacity_tokens=tokens, stats=stats)
 
 
-def ask(num_tokens: int, *workers: WorkerView, **fields: Any) -> PlacementRequest:
+def ask(num_tokens: int, *workers: WorkerView, **fields: Any) -> PlacementQuery:
     request = Request("r", (1,) * num_tokens, SamplingParams(seed=1, max_tokens=10))
-    return PlacementRequest(ClusterView(1, "c", None, workers), request, **fields)
+    return PlacementQuery(ClusterView(1, "c", None, workers), request, **fields)
 
 
 @pytest.mark.parametrize("routing", sorted(ROUTING))

@@ -20,10 +20,10 @@ def test_what_was_sent_since_the_last_statistics_counts() -> None:
 
 def test_a_parallel_sample_goes_where_its_prompt_is_computed_already() -> None:
     story = Story("least-loaded")
-    assert story.names(SPLIT, beside="p0") == ("p0", "d0")
-    assert story.names(SPLIT, beside="p0", avoid={"p0"}) == ("p1", "d0")
+    assert story.names(SPLIT, sibling_worker="p0") == ("p0", "d0")
+    assert story.names(SPLIT, sibling_worker="p0", avoid={"p0"}) == ("p1", "d0")
     mixed = view(worker("m0", queued_tokens=50), worker("m1", queued_tokens=10))
-    assert story.names(mixed, beside="m0") == ("m0", "m0")
+    assert story.names(mixed, sibling_worker="m0") == ("m0", "m0")
 
 
 def test_one_requested_token_needs_no_decode_worker() -> None:
@@ -38,7 +38,7 @@ def test_unlinked_pairs_are_skipped() -> None:
 def test_a_worker_alone_does_both_phases_only_when_allowed() -> None:
     decodes = view(worker("d0"))
     assert Story("least-loaded").names(decodes) == ("d0", "d0")
-    assert Story("least-loaded").choose(decodes, request(), alone=False) is None
+    assert Story("least-loaded").choose(decodes, request(), may_colocate=False) is None
 
 
 def test_a_prompt_that_all_workers_together_cannot_hold_has_no_placement() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cluster.policy.policy import open_policy
-from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal, SentWork
+from cluster.policy.routing.router import Enqueue, Placement, PlacementQuery, Refusal, SentWork
 from cluster.spec import ADMISSION, ROUTING, SpecError
 from cluster.spec_file import parse_spec
 from diptych.view import ClusterView, WorkerState, WorkerView
@@ -80,11 +80,11 @@ def test_a_placement_can_always_be_carried_out(routing: str, cases: list[tuple],
     under_way: list[Request] = []
     for number, (picture, like, avoid, alone, beside, seconds, ends) in enumerate(cases):
         wanted = replace(like, id=f"r{number}")
-        ask = PlacementRequest(picture, wanted, {"p0": SentWork(50, 1)}, avoid, alone, beside, story.now_s)
-        placement = story.policy.choose(ask)
-        possible(picture, ask, placement)
+        query = PlacementQuery(picture, wanted, {"p0": SentWork(50, 1)}, avoid, alone, beside, story.now_s)
+        placement = story.policy.choose(query)
+        possible(picture, query, placement)
         if isinstance(placement, Placement):
-            story.policy.began(ask, placement)
+            story.policy.began(query, placement)
             under_way.append(wanted)
         story.now_s += seconds
         for _ in range(min(ends, len(under_way))):
@@ -97,15 +97,15 @@ def test_a_placement_can_always_be_carried_out(routing: str, cases: list[tuple],
     assert len(story.policy.active) == 0
 
 
-def possible(picture: ClusterView, ask: PlacementRequest, placement: Placement | Refusal | Enqueue | None) -> None:
-    ready = {w.name: w for w in picture.workers if w.state is WorkerState.READY and w.name not in ask.avoid}
-    fit = {name for name, each in ready.items() if ask.request.num_tokens < each.capacity_tokens}
+def possible(picture: ClusterView, query: PlacementQuery, placement: Placement | Refusal | Enqueue | None) -> None:
+    ready = {w.name: w for w in picture.workers if w.state is WorkerState.READY and w.name not in query.avoid}
+    fit = {name for name, each in ready.items() if query.request.num_tokens < each.capacity_tokens}
     if isinstance(placement, Refusal):
         assert placement.reason and placement.retry_after_s > 0
     elif isinstance(placement, Enqueue):
         assert placement.reason and placement.start_s > 0 and placement.need_s >= 0
     elif placement is None:
-        assert not (fit if ask.alone else [name for name in fit if name[0] == "m"]), "any worker serves alone"
+        assert not (fit if query.may_colocate else [name for name in fit if name[0] == "m"]), "any worker serves alone"
     else:
         if placement.lenders:
             assert placement.colocated and not fit and placement.prefill not in placement.lenders
@@ -114,7 +114,7 @@ def possible(picture: ClusterView, ask: PlacementRequest, placement: Placement |
         else:
             assert {placement.prefill, placement.decode} <= fit
         assert placement.colocated or picture.linked(placement.prefill, placement.decode)
-        assert 0 <= placement.cached_tokens < ask.request.num_tokens
+        assert 0 <= placement.cached_tokens < query.request.num_tokens
 
 
 @pytest.mark.parametrize("routing", ROUTING)
@@ -124,10 +124,10 @@ def test_the_same_seed_and_events_give_the_same_placements(routing: str, cases: 
     def told_once() -> list[Placement | Refusal | Enqueue | None]:
         story, answers = Story(routing, seed=5), []
         for number, (picture, like, avoid, alone, beside, seconds, _) in enumerate(cases):
-            ask = PlacementRequest(picture, replace(like, id=f"r{number}"), {}, avoid, alone, beside, story.now_s)
-            answers.append(story.policy.choose(ask))
+            query = PlacementQuery(picture, replace(like, id=f"r{number}"), {}, avoid, alone, beside, story.now_s)
+            answers.append(story.policy.choose(query))
             if isinstance(answers[-1], Placement):
-                story.policy.began(ask, answers[-1])
+                story.policy.began(query, answers[-1])
             story.now_s += seconds
         return answers
 
@@ -152,5 +152,5 @@ def test_costs_of_a_pool_come_from_its_specification() -> None:
     given = spec("least-loaded")
     known = replace(given, pools=tuple(replace(pool, cost=SIMPLE) for pool in given.pools))
     for cluster, known_s in ((known, 0.1), (given, None)):
-        placement = open_policy(cluster, 1).choose(PlacementRequest(view(worker("m0")), request(length=100)))
+        placement = open_policy(cluster, 1).choose(PlacementQuery(view(worker("m0")), request(length=100)))
         assert isinstance(placement, Placement) and placement.predicted_ttft_s == known_s

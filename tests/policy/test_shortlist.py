@@ -18,7 +18,7 @@ from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.lending import Lending
 from cluster.policy.routing.prefix_index import Match, PrefixIndex, prefix_hashes
-from cluster.policy.routing.router import Placement, PlacementRequest, SentWork
+from cluster.policy.routing.router import Placement, PlacementQuery, SentWork
 from cluster.policy.routing.slo.exhaustive import AllWorkers
 from cluster.policy.routing.slo.router import MAX_EXHAUSTIVE, SLORouter
 from cluster.policy.routing.slo.shortlist import shortlist
@@ -61,10 +61,10 @@ def test_few_workers_are_all_evaluated(
     with_it, without = opened(MAX_EXHAUSTIVE), opened(EVERYBODY)
     for number, (picture, wanted, avoid, alone, beside, wait_s, fate) in enumerate(cases):
         asked = replace(wanted, id=f"r{number}")
-        ask = PlacementRequest(picture, asked, {"d0": SentWork(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
-        placed = with_it.choose(ask)
-        assert placed == without.choose(ask)
-        follow((with_it, without), ask, placed, fate)
+        query = PlacementQuery(picture, asked, {"d0": SentWork(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
+        placed = with_it.choose(query)
+        assert placed == without.choose(query)
+        follow((with_it, without), query, placed, fate)
 
 
 @given(cases=steps)
@@ -76,8 +76,8 @@ def test_a_shortlist_finds_every_worker_that_can_serve(
     short, whole = opened(0), opened(EVERYBODY)
     for number, (picture, wanted, avoid, alone, beside, wait_s, fate) in enumerate(cases):
         asked = replace(wanted, id=f"r{number}")
-        ask = PlacementRequest(picture, asked, {"d0": SentWork(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
-        placed, exact = short.choose(ask), whole.choose(ask)
+        query = PlacementQuery(picture, asked, {"d0": SentWork(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
+        placed, exact = short.choose(query), whole.choose(query)
         assert (placed is None) == (exact is None)
         if isinstance(placed, Placement):
             fit = {
@@ -90,19 +90,19 @@ def test_a_shortlist_finds_every_worker_that_can_serve(
             assert {placed.prefill, placed.decode} <= fit
             assert placed.colocated or picture.linked(placed.prefill, placed.decode)
             assert isinstance(exact, Placement) and (beside not in fit or placed.prefill == exact.prefill)
-        follow((short, whole), ask, placed, fate)
+        follow((short, whole), query, placed, fate)
 
 
-def follow(policies: tuple[Policy, ...], ask: PlacementRequest, placed: object, fate: int) -> None:
+def follow(policies: tuple[Policy, ...], query: PlacementQuery, placed: object, fate: int) -> None:
     """The request is served as far as its fate has it: sent, prefilled, ended."""
     if not isinstance(placed, Placement):
         return
     for policy in policies:
-        policy.began(ask, placed)
+        policy.began(query, placed)
         if fate > 0:
-            policy.prefilled(ask.request.key, ask.now_s + 0.5, 0.4)
+            policy.prefilled(query.request.key, query.now_s + 0.5, 0.4)
         if fate > 1:
-            policy.ended(ask.request.key, ask.now_s + 1.5, 7)
+            policy.ended(query.request.key, query.now_s + 1.5, 7)
         policy.active.check()
 
 
@@ -146,13 +146,13 @@ def test_a_shortlist_and_an_exhaustive_search_find_the_same_prefix_owner(
         changes = {tier: HashChanges(tuple(there)) for tier, there in tiers.items()}
         index.take(name, "1", KVEvents(0, 1, 1, 128, whole=True, **changes), "st"[len(device) % 2])
         cached[name] = min(499, 128 * len(device) + min(128 * len(on_host), (BLOCKS - used) * BLOCK // 2))
-    ask = PlacementRequest(ClusterView(1, "c", None, workers, unlinked=pairs), wanted, now_s=1000.0)
+    query = PlacementQuery(ClusterView(1, "c", None, workers, unlinked=pairs), wanted, now_s=1000.0)
     table = WorkerTable(latency, active, index, TARGET.tpot_s)
-    short = shortlist(table, ask, lambda: index.depths(prefix_hashes(wanted.prompt), 1000.0), 9, 0)
+    short = shortlist(table, query, lambda: index.depths(prefix_hashes(wanted.prompt), 1000.0), 9, 0)
     assert short is not None
     known = index.matches(prefix_hashes(wanted.prompt), 1000.0)
     assert all(short.match(each) == known.get(each.name, Match(0)) for each in workers)
-    whole = AllWorkers(ask, lambda each: known.get(each.name, Match(0)), latency)
+    whole = AllWorkers(query, lambda each: known.get(each.name, Match(0)), latency)
     found = whole.prefix_owner(own, names[reader])
     assert short.prefix_owner(own, names[reader]) == found
     lenders = [
@@ -208,10 +208,10 @@ class Town:
         self.picture = replace(self.picture, workers=tuple(workers))
         first, length = 10_000 * draw.randrange(12), draw.choice((100, 700, 1500, 4000))
         wanted = request(f"r{number}", length, max_tokens=draw.choice((1, 50, 400)), first=first)
-        ask = PlacementRequest(self.picture, wanted, now_s=self.now_s)
-        short, whole = self.short.choose(ask), self.whole.choose(ask)
+        query = PlacementQuery(self.picture, wanted, now_s=self.now_s)
+        short, whole = self.short.choose(query), self.whole.choose(query)
         assert isinstance(short, Placement) and isinstance(whole, Placement)
-        follow((self.short, self.whole), ask, whole, 0)
+        follow((self.short, self.whole), query, whole, 0)
         self.under_way.append(wanted)
         self.move_on()
         return short, whole
@@ -269,12 +269,12 @@ def test_a_shortlist_that_follows_changes_decides_as_one_that_is_made_anew(
         town.picture = replace(town.picture, workers=tuple(workers))
         wanted = request(f"r{number}", town.draw.choice((100, 1500)), max_tokens=town.draw.choice((1, 50, 400)))
         sent = {town.draw.choice(workers).name: SentWork(50, 2) for _ in range(count % 4)}
-        ask = PlacementRequest(town.picture, wanted, sent, now_s=town.now_s)
+        query = PlacementQuery(town.picture, wanted, sent, now_s=town.now_s)
         latency, active, index = anew._latency, anew.active, anew.index
         anew._router._table = WorkerTable(latency, active, index, TARGET.tpot_s)  # type: ignore[attr-defined]
-        placed = followed.choose(ask)
-        assert isinstance(placed, Placement) and placed == anew.choose(ask)
-        follow((followed, anew), ask, placed, 0)
+        placed = followed.choose(query)
+        assert isinstance(placed, Placement) and placed == anew.choose(query)
+        follow((followed, anew), query, placed, 0)
         under_way.append(wanted)
         if town.draw.random() < 0.5:
             ended = under_way.pop(0).key
@@ -309,11 +309,11 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
     )
     empty = tuple(structs.replace(each, stats=structs.replace(each.stats, running=99)) for each in workers)
     at_once, one_by_one = short
-    at_once.update(PlacementRequest(ClusterView(1, "c", None, workers), request(), now_s=1000.0))
-    one_by_one.update(PlacementRequest(ClusterView(1, "c", None, empty), request(), now_s=1000.0))
+    at_once.update(PlacementQuery(ClusterView(1, "c", None, workers), request(), now_s=1000.0))
+    one_by_one.update(PlacementQuery(ClusterView(1, "c", None, empty), request(), now_s=1000.0))
     for row in range(30):
         seen = (*workers[: row + 1], *empty[row + 1 :])
-        one_by_one.update(PlacementRequest(ClusterView(1, "c", None, seen), request(), now_s=1000.0))
+        one_by_one.update(PlacementQuery(ClusterView(1, "c", None, seen), request(), now_s=1000.0))
     assert one_by_one.columns.tobytes() == at_once.columns.tobytes()
 
 
@@ -324,13 +324,13 @@ def test_a_worker_that_changes_its_pool_is_derived_again() -> None:
     made = replace(made, pools=tuple(replace(each, cost=cost) for each, cost in zip(made.pools, costs, strict=True)))
     workers = tuple(worker(f"d{row}", running=3, queued_tokens=500, used=40) for row in range(20))
     moved = tuple(structs.replace(each, pool="mixed") if row % 9 == 1 else each for row, each in enumerate(workers))
-    asks = [PlacementRequest(ClusterView(1, "c", None, each), request(), now_s=1000.0) for each in (workers, moved)]
+    asks = [PlacementQuery(ClusterView(1, "c", None, each), request(), now_s=1000.0) for each in (workers, moved)]
     active = ActiveRequests()
     followed, fresh = (
         WorkerTable(LatencyPredictor(made, active), active, PrefixIndex(), TARGET.tpot_s) for _ in range(2)
     )
-    for ask in asks:
-        followed.update(ask)
+    for query in asks:
+        followed.update(query)
     before = followed.columns[:, 0].tolist()
     fresh.update(asks[1])
     assert followed.columns.tobytes() == fresh.columns.tobytes()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.policy.policy import Policy, open_policy
-from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementQuery, Refusal
 from cluster.spec import ClassSpec
 from diptych.view import ClusterView
 from tests.policy.views import SIMPLE, changed, spec, view, worker
@@ -44,19 +44,19 @@ class Gate:
 
     def ask(
         self, picture: ClusterView, of: str, length: int, *, waited_s: float = 0.0, name: str = "r", **options: int
-    ) -> PlacementRequest:
+    ) -> PlacementQuery:
         known = CLASSES[of]
         sampling = SamplingParams(seed=1, max_tokens=options.pop("max_tokens", 9))
         is_queued = bool(options.pop("is_queued", False))
         slo = SLO(known.ttft_s, known.tpot_s, of, known.priority, True)
         asked = Request(name, tuple(range(length)), sampling, slo, **options)  # type: ignore[arg-type]
-        return PlacementRequest(picture, asked, now_s=self.now_s, waited_s=waited_s, is_queued=is_queued)
+        return PlacementQuery(picture, asked, now_s=self.now_s, waited_s=waited_s, is_queued=is_queued)
 
     def send(self, picture: ClusterView, of: str, length: int, name: str) -> None:
-        ask = self.ask(picture, of, length, name=name)
-        answer = self.policy.choose(ask)
+        query = self.ask(picture, of, length, name=name)
+        answer = self.policy.choose(query)
         assert isinstance(answer, Placement), answer
-        self.policy.began(ask, answer)
+        self.policy.began(query, answer)
 
 
 def test_a_request_that_meets_its_slo_is_admitted_with_its_prediction() -> None:
@@ -146,8 +146,8 @@ def test_after_max_wait_a_request_is_admitted_whatever_the_load_unless_its_class
 
 def test_a_tpot_that_no_worker_can_meet_is_refused_at_once() -> None:
     gate = Gate()
-    ask = gate.ask(CALM, "interactive", 10)
-    hasty = replace(ask, request=replace(ask.request, slo=replace(ask.request.slo, tpot_s=0.005)))
+    query = gate.ask(CALM, "interactive", 10)
+    hasty = replace(query, request=replace(query.request, slo=replace(query.request.slo, tpot_s=0.005)))
     answer = gate.policy.choose(hasty)
     assert isinstance(answer, Refusal) and "even on an empty worker" in answer.reason
 
@@ -164,5 +164,5 @@ def test_a_guessed_cost_is_tried_on_a_worker_that_is_idle_or_has_run_no_step() -
 def test_later_attempts_and_parallel_samples_are_always_admitted() -> None:
     gate, full = Gate(), changed(CALM, worker("d0", running=50))
     assert isinstance(gate.choose(full, "interactive", 100, attempt=1), Placement)
-    beside = replace(gate.ask(full, "interactive", 100), beside="p0")
+    beside = replace(gate.ask(full, "interactive", 100), sibling_worker="p0")
     assert isinstance(gate.policy.choose(beside), Placement)

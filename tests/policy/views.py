@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.policy.policy import Policy, open_policy
-from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal, SentWork
+from cluster.policy.routing.router import Enqueue, Placement, PlacementQuery, Refusal, SentWork
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport
@@ -82,8 +82,8 @@ class Story:
 
     def ask(
         self, picture: ClusterView, wanted: Request, sent: dict[str, SentWork] | None = None, **options: object
-    ) -> PlacementRequest:
-        return PlacementRequest(picture, wanted, sent or {}, now_s=self.now_s, **options)  # type: ignore[arg-type]
+    ) -> PlacementQuery:
+        return PlacementQuery(picture, wanted, sent or {}, now_s=self.now_s, **options)  # type: ignore[arg-type]
 
     def choose(self, picture: ClusterView, wanted: Request, **options: object) -> Placement | Refusal | Enqueue | None:
         return self.policy.choose(self.ask(picture, wanted, **options))  # type: ignore[arg-type]
@@ -95,10 +95,10 @@ class Story:
 
     def send(self, picture: ClusterView, wanted: Request, **options: object) -> Placement:
         """Choose, and begin."""
-        ask = self.ask(picture, wanted, **options)  # type: ignore[arg-type]
-        placement = self.policy.choose(ask)
+        query = self.ask(picture, wanted, **options)  # type: ignore[arg-type]
+        placement = self.policy.choose(query)
         assert isinstance(placement, Placement), placement
-        self.policy.began(ask, placement)
+        self.policy.began(query, placement)
         return placement
 
     def prefilled(self, wanted: Request) -> None:

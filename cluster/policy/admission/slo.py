@@ -23,7 +23,7 @@ from cluster.policy.admission.early_rejection import DECODE_RETRY_S, Admission
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import longest_answer
 from cluster.policy.routing.picking import num_sequences
-from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementQuery, Refusal
 from cluster.spec import ClassSpec, GatewaySpec
 from diptych.view import WorkerView
 from workers.request import Request
@@ -59,28 +59,28 @@ class SLOAdmission(Admission):
         self._room_s = TTFT_SHARE * tightest_s
         self._step_room_s = TPOT_SHARE * min((x.tpot_s for x in classes if x.tpot_s is not None), default=math.inf)
 
-    def at_arrival(self, ask: PlacementRequest, placement: Placement, decode: WorkerView) -> Refusal | Enqueue | None:
+    def at_arrival(self, query: PlacementQuery, placement: Placement, decode: WorkerView) -> Refusal | Enqueue | None:
         assert placement.predicted_ttft_s is not None, "this policy needs predictions"
-        known, slo = self._classes.of(ask.request), ask.request.slo
-        ttft_s, need_s = placement.predicted_ttft_s, self._need_s(ask, placement)
-        is_claim = ask.waited_s >= known.patience_s
-        rejects = self._classes.rejects(ask.request)
-        late_s = 0.0 if slo.ttft_s is None else ask.waited_s + MARGIN * ttft_s - slo.ttft_s
+        known, slo = self._classes.of(query.request), query.request.slo
+        ttft_s, need_s = placement.predicted_ttft_s, self._need_s(query, placement)
+        is_claim = query.waited_s >= known.patience_s
+        rejects = self._classes.rejects(query.request)
+        late_s = 0.0 if slo.ttft_s is None else query.waited_s + MARGIN * ttft_s - slo.ttft_s
         if late_s > 0.0 and rejects:
-            if not self._is_trial(ask, placement):
-                return Refusal(self._too_late(ask, ttft_s, need_s), retry_after_s=late_s)
+            if not self._is_trial(query, placement):
+                return Refusal(self._too_late(query, ttft_s, need_s), retry_after_s=late_s)
             late_s = 0.0
         if is_claim:
             return None
-        if rejects and (reason := self._impossible(ask, decode)):
+        if rejects and (reason := self._impossible(query, decode)):
             return Refusal(reason, DECODE_RETRY_S)
         is_best_effort = late_s > 0.0 or (slo.ttft_s is None and slo.tpot_s is None)
         most_s = self._step_room_s if is_best_effort else math.inf
-        waits = self._no_slot(ask, placement, decode, most_s) or self._others_turn(ask, placement, decode, most_s)
+        waits = self._no_slot(query, placement, decode, most_s) or self._others_turn(query, placement, decode, most_s)
         if waits is not None:
             reason, start_s, apart_s = waits
-            first_s = ask.waited_s + max(ttft_s, start_s + need_s)
-            if rejects and not ask.is_queued and slo.ttft_s is not None and first_s > slo.ttft_s:
+            first_s = query.waited_s + max(ttft_s, start_s + need_s)
+            if rejects and not query.is_queued and slo.ttft_s is not None and first_s > slo.ttft_s:
                 return Refusal(reason, retry_after_s=start_s)  # a queued request loses nothing by waiting longer
             return Enqueue(reason, start_s, need_s, apart_s)
         if is_best_effort:
@@ -88,47 +88,47 @@ class SLOAdmission(Admission):
         return None
 
     @staticmethod
-    def _too_late(ask: PlacementRequest, ttft_s: float, need_s: float) -> str:
-        took = f"after {ask.waited_s:.3g} s of waiting " if ask.waited_s >= MIN_WAIT_S else ""
+    def _too_late(query: PlacementQuery, ttft_s: float, need_s: float) -> str:
+        took = f"after {query.waited_s:.3g} s of waiting " if query.waited_s >= MIN_WAIT_S else ""
         alone = ", even without prompts ahead" if need_s >= ttft_s else ""
         reason = f"{took}the first token would take {ttft_s:.3g} to {MARGIN * ttft_s:.3g} s{alone}"
-        return f"{reason}, the SLO is {ask.request.slo.ttft_s:.3g} s"
+        return f"{reason}, the SLO is {query.request.slo.ttft_s:.3g} s"
 
-    def _need_s(self, ask: PlacementRequest, placement: Placement) -> float:
+    def _need_s(self, query: PlacementQuery, placement: Placement) -> float:
         """Seconds from the start of the prompt to the first token."""
         if placement.prefill_s is not None:
             return placement.prefill_s
-        new_tokens = max(1, ask.request.num_tokens - placement.cached_tokens)
-        return self._latency.prefill_seconds(_worker(ask, placement.prefill), new_tokens, placement.cached_tokens)
+        new_tokens = max(1, query.request.num_tokens - placement.cached_tokens)
+        return self._latency.prefill_seconds(_worker(query, placement.prefill), new_tokens, placement.cached_tokens)
 
-    def _is_trial(self, ask: PlacementRequest, placement: Placement) -> bool:
+    def _is_trial(self, query: PlacementQuery, placement: Placement) -> bool:
         """Whether the worker's costs are guesses, and it is idle or has run no step: only requests can improve them."""
-        worker = _worker(ask, placement.prefill)
+        worker = _worker(query, placement.prefill)
         if self._latency.has_costs(worker):
             return False
-        stats, sent = worker.stats, ask.sent_to(worker.name)
+        stats, sent = worker.stats, query.sent_to(worker.name)
         is_busy = stats.waiting or stats.running or stats.reserved or sent.sequences
         return not stats.steps or not (is_busy or self._active.prefilling(worker.name))
 
     def _no_slot(
-        self, ask: PlacementRequest, placement: Placement, decode: WorkerView, most_s: float, more: int = 0
+        self, query: PlacementQuery, placement: Placement, decode: WorkerView, most_s: float, more: int = 0
     ) -> tuple[str, float, float] | None:
         """None if the worker can decode one more now. Else: why not, seconds until it can, and between further ends.
 
         `most_s`: longest step with it, whatever the SLOs there. `more`: as if so many more decoded there already.
         """
-        if ask.tokens_left == 1:
+        if query.tokens_left == 1:
             return None
         ours = self._active.decoding(decode.name)
-        batch = max(num_sequences(ask, decode), len(ours)) + more
+        batch = max(num_sequences(query, decode), len(ours)) + more
         if not batch:
             return None
         most = self._latency.engine(decode).max_running
         if batch >= most:
-            return f"all {most} decode slots of {decode.name} are taken", *self._ends_s(ask, decode, batch, 1)
-        tpot_s = self._tpot_s(ask, placement, decode, batch)
-        alone_s = self._latency.step_seconds(decode, 1, ask.request.num_tokens)
-        slos = (ask.request.slo.tpot_s, *(work.tpot_slo_s for work in ours))
+            return f"all {most} decode slots of {decode.name} are taken", *self._ends_s(query, decode, batch, 1)
+        tpot_s = self._tpot_s(query, placement, decode, batch)
+        alone_s = self._latency.step_seconds(decode, 1, query.request.num_tokens)
+        slos = (query.request.slo.tpot_s, *(work.tpot_slo_s for work in ours))
         bound_s = min((each for each in slos if each is not None and each >= alone_s), default=math.inf)
         bound_s = min(bound_s, most_s)
         if tpot_s <= bound_s:
@@ -136,41 +136,41 @@ class SLOAdmission(Admission):
         too_many = math.ceil(batch * (tpot_s - bound_s) / max(tpot_s - alone_s, 1e-9))
         bound = "the limit for requests without an SLO is" if bound_s == most_s else "the SLO is"
         reason = f"each token on {decode.name} would take {tpot_s:.3g} s, {bound} {bound_s:.3g} s"
-        return reason, *self._ends_s(ask, decode, batch, min(batch, max(1, too_many)))
+        return reason, *self._ends_s(query, decode, batch, min(batch, max(1, too_many)))
 
     def _others_turn(
-        self, ask: PlacementRequest, placement: Placement, decode: WorkerView, most_s: float
+        self, query: PlacementQuery, placement: Placement, decode: WorkerView, most_s: float
     ) -> tuple[str, float, float] | None:
         """As `_no_slot`, for the last free slot: a gateway with more than its share there leaves it to the others for a
         moment after a decode of its own has ended, because they see it in their next statistics.
         """
-        ours, gateways = len(self._active.decoding(decode.name)), len(ask.view.gateways)
-        left_s = self._active.ended_s(decode.name) + self._turn_s - ask.now_s
-        if gateways < 2 or left_s <= 0.0 or (ours + 1) * gateways <= max(num_sequences(ask, decode), ours) + 1:
+        ours, gateways = len(self._active.decoding(decode.name)), len(query.view.gateways)
+        left_s = self._active.ended_s(decode.name) + self._turn_s - query.now_s
+        if gateways < 2 or left_s <= 0.0 or (ours + 1) * gateways <= max(num_sequences(query, decode), ours) + 1:
             return None
-        if self._no_slot(ask, placement, decode, most_s, more=1) is None:
+        if self._no_slot(query, placement, decode, most_s, more=1) is None:
             return None
         return f"the last decode slot of {decode.name} is left to the other gateways", left_s, left_s
 
-    def _impossible(self, ask: PlacementRequest, decode: WorkerView) -> str:
+    def _impossible(self, query: PlacementQuery, decode: WorkerView) -> str:
         """Why waiting does not help: even an empty worker would miss the TPOT SLO. Empty: it helps."""
-        slo_s = ask.request.slo.tpot_s
-        if slo_s is None or ask.tokens_left == 1 or not self._latency.has_costs(decode):
+        slo_s = query.request.slo.tpot_s
+        if slo_s is None or query.tokens_left == 1 or not self._latency.has_costs(decode):
             return ""
-        alone_s = self._latency.step_seconds(decode, 1, ask.request.num_tokens)
+        alone_s = self._latency.step_seconds(decode, 1, query.request.num_tokens)
         if alone_s <= slo_s:
             return ""
         return f"each token would take {alone_s:.3g} s, even on an empty worker, the SLO is {slo_s:.3g} s"
 
-    def _tpot_s(self, ask: PlacementRequest, placement: Placement, decode: WorkerView, batch: int) -> float:
+    def _tpot_s(self, query: PlacementQuery, placement: Placement, decode: WorkerView, batch: int) -> float:
         """Seconds of a decode step with this request. Statistics lack the requests that were sent a moment ago."""
         predicted_s = placement.predicted_tpot_s or 0.0
-        if batch <= num_sequences(ask, decode):
+        if batch <= num_sequences(query, decode):
             return predicted_s
         context = sum(work.num_tokens for work in self._active.decoding(decode.name))
-        return max(predicted_s, self._latency.step_seconds(decode, batch + 1, context + ask.request.num_tokens))
+        return max(predicted_s, self._latency.step_seconds(decode, batch + 1, context + query.request.num_tokens))
 
-    def _ends_s(self, ask: PlacementRequest, decode: WorkerView, batch: int, count: int) -> tuple[float, float]:
+    def _ends_s(self, query: PlacementQuery, decode: WorkerView, batch: int, count: int) -> tuple[float, float]:
         """Seconds until `count` of the `batch` decodes there have ended, and between two ends.
 
         By the mean decode time, or by our answers' expected lengths if that is sooner: a wait in vain costs less than a
@@ -178,12 +178,12 @@ class SLOAdmission(Admission):
         """
         used_tokens = self._latency.kv_tokens(decode) - self._latency.free_tokens(decode)
         step_s = self._latency.step_seconds(decode, batch, used_tokens)
-        mean_s = self._active.decode_seconds(ask.now_s)
+        mean_s = self._active.decode_seconds(query.now_s)
         if math.isinf(mean_s):  # none has ended yet
-            mean_s = self._expected(ask.request) * step_s
+            mean_s = self._expected(query.request) * step_s
         apart_s = max(MIN_WAIT_S, mean_s / batch)
         ours = self._active.decoding(decode.name)
-        ends_s = sorted(work.first_token_s + work.output_tokens * step_s - ask.now_s for work in ours)
+        ends_s = sorted(work.first_token_s + work.output_tokens * step_s - query.now_s for work in ours)
         expected_s = ends_s[count - 1] if count <= len(ends_s) else math.inf
         return max(MIN_WAIT_S, min(count * apart_s, expected_s)), apart_s
 
@@ -198,5 +198,5 @@ class SLOAdmission(Admission):
         return Enqueue(reason, max(MIN_WAIT_S, min(over_s, queue_s)), need_s)
 
 
-def _worker(ask: PlacementRequest, name: str) -> WorkerView:
-    return next(worker for worker in ask.view.workers if worker.name == name)
+def _worker(query: PlacementQuery, name: str) -> WorkerView:
+    return next(worker for worker in query.view.workers if worker.name == name)

@@ -10,7 +10,7 @@ from cluster.policy.active_requests import ActiveRequest, ActiveRequests, Worker
 from cluster.policy.estimate.correction import Corrections
 from cluster.policy.routing.picking import num_sequences
 from cluster.policy.routing.prefix_index import Match
-from cluster.policy.routing.router import PlacementRequest
+from cluster.policy.routing.router import PlacementQuery
 from cluster.spec import ClusterSpec
 from diptych.view import WorkerView
 from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, RESTORED_SHARE, EngineConfig
@@ -148,25 +148,25 @@ class LatencyPredictor:
             return self._prompts.ratio(worker.name, self._now_s)
         return worker.stats.prompt_ratio
 
-    def queue_seconds(self, ask: PlacementRequest, worker: WorkerView) -> float:
+    def queue_seconds(self, query: PlacementQuery, worker: WorkerView) -> float:
         """Seconds of the prompts ahead: ours by their predictions, those of other gateways by their tokens."""
-        self._now_s = max(self._now_s, ask.now_s)
+        self._now_s = max(self._now_s, query.now_s)
         ours = self._active.worker_load(worker.name)
-        foreign = _foreign_tokens(ask, worker, ours)
+        foreign = _foreign_tokens(query, worker, ours)
         foreign_s = self.prefill_seconds(worker, foreign, 0) if foreign else 0.0
-        return ours.ahead_s(ask.now_s) + foreign_s
+        return ours.ahead_s(query.now_s) + foreign_s
 
-    def adapter_seconds(self, ask: PlacementRequest, worker: WorkerView) -> float:
+    def adapter_seconds(self, query: PlacementQuery, worker: WorkerView) -> float:
         """Seconds to load the request's adapter there first; 0 if it needs none, or the worker has it."""
-        adapter = ask.request.adapter
+        adapter = query.request.adapter
         if adapter is None or adapter.id in worker.stats.adapters:
             return 0.0
         return adapter.num_bytes / ADAPTER_BYTES_S
 
-    def ttft_seconds(self, ask: PlacementRequest, worker: WorkerView, cached_tokens: int = 0) -> float:
+    def ttft_seconds(self, query: PlacementQuery, worker: WorkerView, cached_tokens: int = 0) -> float:
         """Seconds from now to the first token, if the prompt is computed there."""
-        new_tokens = max(1, ask.request.num_tokens - cached_tokens)
-        waiting_s = self.queue_seconds(ask, worker) + self.adapter_seconds(ask, worker)
+        new_tokens = max(1, query.request.num_tokens - cached_tokens)
+        waiting_s = self.queue_seconds(query, worker) + self.adapter_seconds(query, worker)
         return waiting_s + self.prefill_seconds(worker, new_tokens, cached_tokens)
 
     def transfer_seconds(self, worker: WorkerView, num_tokens: int) -> float:
@@ -223,17 +223,17 @@ class LatencyPredictor:
         """Tokens that the worker can lend: what its free blocks take of those in host memory, none on a disk."""
         return match.ready_tokens + min(match.host_tokens, int(RESTORED_SHARE * self.free_tokens(worker)))
 
-    def tpot_seconds(self, ask: PlacementRequest, worker: WorkerView) -> float:
+    def tpot_seconds(self, query: PlacementQuery, worker: WorkerView) -> float:
         """Seconds of a decode step once this request and all with a reserved slot decode there."""
-        self._now_s = max(self._now_s, ask.now_s)
-        return self.step_seconds(worker, *self._batch_with(ask, worker))
+        self._now_s = max(self._now_s, query.now_s)
+        return self.step_seconds(worker, *self._batch_with(query, worker))
 
-    def plain_tpot_seconds(self, ask: PlacementRequest, worker: WorkerView) -> float:
+    def plain_tpot_seconds(self, query: PlacementQuery, worker: WorkerView) -> float:
         """The same without corrections."""
-        return self._plain_step_seconds(worker, *self._batch_with(ask, worker))
+        return self._plain_step_seconds(worker, *self._batch_with(query, worker))
 
-    def _batch_with(self, ask: PlacementRequest, worker: WorkerView) -> tuple[int, int]:
-        return num_sequences(ask, worker) + 1, self._used_tokens(worker) + ask.request.num_tokens
+    def _batch_with(self, query: PlacementQuery, worker: WorkerView) -> tuple[int, int]:
+        return num_sequences(query, worker) + 1, self._used_tokens(worker) + query.request.num_tokens
 
     def step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
         """Seconds of a decode step there with this many sequences and tokens."""
@@ -324,9 +324,9 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
     return min(budget, max(MIN_CHUNK, within)), False
 
 
-def _foreign_tokens(ask: PlacementRequest, worker: WorkerView, ours: WorkerLoad) -> int:
+def _foreign_tokens(query: PlacementQuery, worker: WorkerView, ours: WorkerLoad) -> int:
     """Queued prompt tokens of other gateways; each decode accounts for one queued token."""
-    stats, sent = worker.stats, ask.sent_to(worker.name)
+    stats, sent = worker.stats, query.sent_to(worker.name)
     queued, sequences = stats.queued_tokens + sent.prompt_tokens, stats.running + stats.reserved + sent.sequences
     return max(0, queued - ours.prompt_tokens - sequences)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cluster.policy.active_requests import ActiveRequest, ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.routing.router import PlacementRequest
+from cluster.policy.routing.router import PlacementQuery
 from diptych.view import WorkerView
 
 MIN_STEP_S = 1e-6
@@ -58,9 +58,9 @@ class ReservationWait:
         self._latency = latency
         self._active = active
 
-    def seconds(self, ask: PlacementRequest, worker: WorkerView) -> float:
+    def seconds(self, query: PlacementQuery, worker: WorkerView) -> float:
         """Seconds until the worker has reserved this request's blocks and slot; 0: it has both free."""
-        engine, stats, num_tokens = self._latency.engine(worker), worker.stats, ask.request.num_tokens
+        engine, stats, num_tokens = self._latency.engine(worker), worker.stats, query.request.num_tokens
         assigned = self._active.assigned(worker.name)
         tokens = num_tokens + assigned.prompt_tokens + engine.block_size * (2 * assigned.sequences + 2)
         has_credits = tokens <= engine.block_size * self._credits(worker)
@@ -68,33 +68,33 @@ class ReservationWait:
         has_slot = max(assigned.sequences, stats.running + stats.reserved) < engine.max_running
         if has_credits and has_blocks and has_slot:
             return 0.0
-        return self._simulate(ask, worker)
+        return self._simulate(query, worker)
 
     def _credits(self, worker: WorkerView) -> int:
         """Most blocks that may be reserved for KV that has not arrived."""
         return self._latency.engine(worker).staging_blocks or max(1, worker.stats.total_blocks // 2)
 
-    def _simulate(self, ask: PlacementRequest, worker: WorkerView) -> float:
+    def _simulate(self, query: PlacementQuery, worker: WorkerView) -> float:
         size, step_s = self._latency.engine(worker).block_size, self._step_s(worker)
         works = self._active.decoding(worker.name)
         waiting = [work for work in works if _waits(work, worker)]
-        events, room = self._present(ask, worker, [work for work in works if not _waits(work, worker)], step_s)
+        events, room = self._present(query, worker, [work for work in works if not _waits(work, worker)], step_s)
         heapq.heapify(events)
         sent_s = {name: self._sent_s(name) for name in {work.prefill for work in waiting}}
-        at_s = ask.now_s
+        at_s = query.now_s
         for work in waiting[:MAX_EXACT]:
             blocks = -(-work.prompt_tokens // size)
             at_s = self._until(at_s, room, events, blocks, worker)
-            first_s = max(at_s, ask.now_s + sent_s[work.prefill]) + work.prefill_s
+            first_s = max(at_s, query.now_s + sent_s[work.prefill]) + work.prefill_s
             room.reserve(blocks)
             heapq.heappush(events, _Event(first_s, blocks, 0))
             heapq.heappush(events, _Event(first_s + work.output_tokens * step_s, 0, blocks))
         if len(waiting) > MAX_EXACT:
-            return (at_s - ask.now_s) * len(waiting) / MAX_EXACT
-        return self._until(at_s, room, events, -(-ask.request.num_tokens // size), worker) - ask.now_s
+            return (at_s - query.now_s) * len(waiting) / MAX_EXACT
+        return self._until(at_s, room, events, -(-query.request.num_tokens // size), worker) - query.now_s
 
     def _present(
-        self, ask: PlacementRequest, worker: WorkerView, works: Iterable[ActiveRequest], step_s: float
+        self, query: PlacementQuery, worker: WorkerView, works: Iterable[ActiveRequest], step_s: float
     ) -> tuple[list[_Event], _Room]:
         """The future events of requests that have a reservation, and the room that they leave."""
         size, stats = self._latency.engine(worker).block_size, worker.stats
@@ -102,10 +102,10 @@ class ReservationWait:
         staged = held = num_staged = running = 0
         for work in works:
             blocks = -(-work.prompt_tokens // size)
-            first_s = max(ask.now_s, work.first_token_s)
+            first_s = max(query.now_s, work.first_token_s)
             if work.prefilled_s is not None:
                 first_s, running = work.prefilled_s, running + 1
-                blocks += min(work.output_tokens, int((ask.now_s - first_s) / step_s)) // size
+                blocks += min(work.output_tokens, int((query.now_s - first_s) / step_s)) // size
             elif work.prefill != worker.name:
                 staged, num_staged = staged + blocks, num_staged + 1
                 events.append(_Event(first_s, blocks, 0))

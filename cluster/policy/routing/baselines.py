@@ -24,7 +24,7 @@ from cluster.policy.routing.picking import (
     queued_tokens,
     with_room,
 )
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.spec import Role
 from diptych.view import WorkerView
 
@@ -50,14 +50,14 @@ class SplitMix64:
 class LeastLoaded(PerPhaseRouter):
     """Prefill to the worker with the fewest prompt tokens queued, decode to the one with the fewest sequences."""
 
-    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return min(workers, key=lambda worker: (queued_tokens(ask, worker), worker.name))
+    def pick_prefill(self, query: PlacementQuery, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda worker: (queued_tokens(query, worker), worker.name))
 
-    def pick_decode(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return min(workers, key=lambda worker: most_room(ask, worker))
+    def pick_decode(self, query: PlacementQuery, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda worker: most_room(query, worker))
 
-    def pick_whole(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return min(workers, key=lambda each: (queued_tokens(ask, each), num_sequences(ask, each), each.name))
+    def pick_whole(self, query: PlacementQuery, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda each: (queued_tokens(query, each), num_sequences(query, each), each.name))
 
     @property
     def reason(self) -> str:
@@ -71,8 +71,8 @@ class DistServe(LeastLoaded):
     request arrives, because the decode worker reserves blocks first.
     """
 
-    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return min(workers, key=lambda each: (each.stats.waiting + num_sequences(ask, each), each.name))
+    def pick_prefill(self, query: PlacementQuery, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda each: (each.stats.waiting + num_sequences(query, each), each.name))
 
     @property
     def reason(self) -> str:
@@ -85,10 +85,10 @@ class Random(PerPhaseRouter):
     def __init__(self, random_source: SplitMix64) -> None:
         self._random = random_source
 
-    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
+    def pick_prefill(self, query: PlacementQuery, workers: Workers) -> WorkerView:
         return workers[self._random.below(len(workers))]
 
-    def pick_decode(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
+    def pick_decode(self, query: PlacementQuery, workers: Workers) -> WorkerView:
         return workers[self._random.below(len(workers))]
 
     @property
@@ -104,13 +104,13 @@ class RoundRobin(PerPhaseRouter):
         self._prefilled: dict[str, int] = {}  # worker -> number of its last turn
         self._decoded: dict[str, int] = {}
 
-    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
+    def pick_prefill(self, query: PlacementQuery, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: self._prefilled.get(worker.name, 0))
 
-    def pick_decode(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
+    def pick_decode(self, query: PlacementQuery, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: self._decoded.get(worker.name, 0))
 
-    def began(self, ask: PlacementRequest, placement: Placement) -> None:
+    def began(self, query: PlacementQuery, placement: Placement) -> None:
         self._turns += 1
         self._prefilled[placement.prefill] = self._decoded[placement.decode] = self._turns
 
@@ -128,26 +128,26 @@ class Splitwise(LeastLoaded):
         self._latency = latency
         self._active = active
 
-    def choose(self, ask: PlacementRequest) -> Placement | None:
+    def choose(self, query: PlacementQuery) -> Placement | None:
         homes: dict[Role, list[WorkerView]] = {role: [] for role in Role}
-        for worker in fitting(ask):
+        for worker in fitting(query):
             homes[self._pool(worker)].append(worker)
         prompts, tokens, mixed = homes[Role.PREFILL], homes[Role.DECODE], homes[Role.MIXED]
-        if ask.tokens_left == 1 or ask.beside or not (prompts or tokens):
-            return super().choose(ask)
-        prefill = self._shortest(ask, prompts) or self._shortest(ask, mixed)
-        decode = self._roomiest(ask, with_room(ask, tokens)) or self._roomiest(ask, with_room(ask, mixed))
+        if query.tokens_left == 1 or query.sibling_worker or not (prompts or tokens):
+            return super().choose(query)
+        prefill = self._shortest(query, prompts) or self._shortest(query, mixed)
+        decode = self._roomiest(query, with_room(query, tokens)) or self._roomiest(query, with_room(query, mixed))
         if prefill is None and tokens:
-            prefill = min(tokens, key=lambda worker: _pending(ask, worker))
+            prefill = min(tokens, key=lambda worker: _pending(query, worker))
         if decode is None and prompts:
-            decode = min(with_room(ask, prompts), key=self._memory)
+            decode = min(with_room(query, prompts), key=self._memory)
         if prefill is None or decode is None:
-            least = min(with_room(ask, fitting(ask)), key=lambda worker: _pending(ask, worker))
-            return self.placed(ask, least, least, "all machines are full: fewest pending tokens")
-        if prefill is not decode and not ask.view.linked(prefill.name, decode.name):
-            return super().choose(ask)
+            least = min(with_room(query, fitting(query)), key=lambda worker: _pending(query, worker))
+            return self.placed(query, least, least, "all machines are full: fewest pending tokens")
+        if prefill is not decode and not query.view.linked(prefill.name, decode.name):
+            return super().choose(query)
         usual = prefill.role is not Role.DECODE and decode.role is not Role.PREFILL
-        return self.placed(ask, prefill, decode, self.reason if usual else "overflow into the other pool")
+        return self.placed(query, prefill, decode, self.reason if usual else "overflow into the other pool")
 
     def _pool(self, worker: WorkerView) -> Role:
         """Its home pool, or mixed while it has work of the other phase from this gateway."""
@@ -155,22 +155,22 @@ class Splitwise(LeastLoaded):
         away = away or (worker.role is Role.DECODE and self._active.prefilling(worker.name))
         return Role.MIXED if away else worker.role
 
-    def _shortest(self, ask: PlacementRequest, workers: list[WorkerView]) -> WorkerView | None:
+    def _shortest(self, query: PlacementQuery, workers: list[WorkerView]) -> WorkerView | None:
         """The worker with the fewest pending tokens, if its queue is not long."""
         if not workers:
             return None
-        best = min(workers, key=lambda worker: _pending(ask, worker))
-        pending, _ = _pending(ask, best)
-        is_long = pending > 0 and pending + ask.request.num_tokens > QUEUE_TOKENS
+        best = min(workers, key=lambda worker: _pending(query, worker))
+        pending, _ = _pending(query, best)
+        is_long = pending > 0 and pending + query.request.num_tokens > QUEUE_TOKENS
         return None if is_long else best
 
-    def _roomiest(self, ask: PlacementRequest, workers: list[WorkerView]) -> WorkerView | None:
+    def _roomiest(self, query: PlacementQuery, workers: list[WorkerView]) -> WorkerView | None:
         """The worker with the least memory assigned, if the request and its answer fit there."""
         if not workers:
             return None
         best = min(workers, key=self._memory)
         used_tokens, _ = self._memory(best)
-        wanted = ask.request.num_tokens + longest_answer(ask.request)
+        wanted = query.request.num_tokens + longest_answer(query.request)
         return None if used_tokens + wanted >= self._latency.kv_tokens(best) else best
 
     def _memory(self, worker: WorkerView) -> tuple[int, str]:
@@ -184,5 +184,5 @@ class Splitwise(LeastLoaded):
         return "shortest queue in pending tokens"
 
 
-def _pending(ask: PlacementRequest, worker: WorkerView) -> tuple[int, str]:
-    return queued_tokens(ask, worker), worker.name
+def _pending(query: PlacementQuery, worker: WorkerView) -> tuple[int, str]:
+    return queued_tokens(query, worker), worker.name

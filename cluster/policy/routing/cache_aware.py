@@ -6,7 +6,7 @@ from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.baselines import LeastLoaded
 from cluster.policy.routing.picking import WorkerLookup, Workers, fitting
 from cluster.policy.routing.prefix_index import NO_MATCH, Match, PrefixIndex, prefix_hashes
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.spec import Role
 from diptych.view import WorkerView
 from workers.request import Request
@@ -33,47 +33,47 @@ class CacheAware(LeastLoaded):
         self._hashes: list[int] = []
         self._matches: dict[str, Match] = {}
 
-    def cached_tokens(self, ask: PlacementRequest, worker: WorkerView) -> int:
+    def cached_tokens(self, query: PlacementQuery, worker: WorkerView) -> int:
         """Prompt tokens the worker need not compute; at least one is always computed."""
-        return self.found(ask, worker)[0]
+        return self.found(query, worker)[0]
 
-    def found(self, ask: PlacementRequest, worker: WorkerView) -> tuple[int, float]:
+    def found(self, query: PlacementQuery, worker: WorkerView) -> tuple[int, float]:
         """The same, and the seconds to bring them to the device."""
-        match = self.match(ask, worker)
-        return self.latency.found(worker, match, ask.request.num_tokens) if match.tokens else (0, 0.0)
+        match = self.match(query, worker)
+        return self.latency.found(worker, match, query.request.num_tokens) if match.tokens else (0, 0.0)
 
-    def match(self, ask: PlacementRequest, worker: WorkerView) -> Match:
+    def match(self, query: PlacementQuery, worker: WorkerView) -> Match:
         """What the worker's cache has of the prompt, as far as known."""
-        if ask.request.fresh:
+        if query.request.fresh:
             return NO_MATCH
-        self._look_up(ask)
+        self._look_up(query)
         match = self._matches.get(worker.name)
         if match is None or not self._index.is_of(worker.name, worker.incarnation):
             return NO_MATCH
         return match
 
-    def _look_up(self, ask: PlacementRequest) -> None:
+    def _look_up(self, query: PlacementQuery) -> None:
         """Look up all workers at once; the latest request is cached."""
-        if self._asked is not None and self._asked[0] is ask.request and self._asked[1] == ask.now_s:
+        if self._asked is not None and self._asked[0] is query.request and self._asked[1] == query.now_s:
             return
-        self._matches = self._index.matches(self.hashes(ask), ask.now_s, prompt_of(ask.request))
-        self._asked = ask.request, ask.now_s
+        self._matches = self._index.matches(self.hashes(query), query.now_s, prompt_of(query.request))
+        self._asked = query.request, query.now_s
 
-    def hashes(self, ask: PlacementRequest) -> list[int]:
+    def hashes(self, query: PlacementQuery) -> list[int]:
         """Hashes of the prompt's prefixes; the latest request is cached."""
-        request = ask.request
+        request = query.request
         if self._named is not request:
             self._hashes = prefix_hashes(prompt_of(request), self._index.block_size, salt=request.cache_salt)
             self._named = request
         return self._hashes
 
-    def placed(self, ask: PlacementRequest, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
-        return Placement(prefill.name, decode.name, reason, cached_tokens=self.cached_tokens(ask, prefill))
+    def placed(self, query: PlacementQuery, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
+        return Placement(prefill.name, decode.name, reason, cached_tokens=self.cached_tokens(query, prefill))
 
-    def began(self, ask: PlacementRequest, placement: Placement) -> None:
-        worker = self._find(ask.view, placement.prefill)
+    def began(self, query: PlacementQuery, placement: Placement) -> None:
+        worker = self._find(query.view, placement.prefill)
         if worker is not None:
-            self._index.expect(ask.request.key, worker.name, worker.incarnation, self.hashes(ask))
+            self._index.expect(query.request.key, worker.name, worker.incarnation, self.hashes(query))
         self._asked = None  # the next lookup sees it
 
 
@@ -92,28 +92,28 @@ class MooncakeLocal(CacheAware):
     to be shortest.
     """
 
-    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return min(workers, key=lambda worker: self._preference(self._prefill(ask, worker), worker))
+    def pick_prefill(self, query: PlacementQuery, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda worker: self._preference(self._prefill(query, worker), worker))
 
     @staticmethod
     def _preference(option: _Prefill, worker: WorkerView) -> tuple[float, str, str]:
         """Sort key: soonest, to the microsecond; then without a fetch."""
         return round(option.ttft_s, 6), option.prefix_owner, worker.name
 
-    def pick_decode(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return min(workers, key=lambda worker: (self.latency.tpot_seconds(ask, worker), worker.name))
+    def pick_decode(self, query: PlacementQuery, workers: Workers) -> WorkerView:
+        return min(workers, key=lambda worker: (self.latency.tpot_seconds(query, worker), worker.name))
 
-    def pick_whole(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return self.pick_prefill(ask, workers)
+    def pick_whole(self, query: PlacementQuery, workers: Workers) -> WorkerView:
+        return self.pick_prefill(query, workers)
 
-    def placed(self, ask: PlacementRequest, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
-        _, cached_tokens, prefix_owner = self._prefill(ask, prefill)
+    def placed(self, query: PlacementQuery, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
+        _, cached_tokens, prefix_owner = self._prefill(query, prefill)
         reason = "the first token is expected soonest with a prefix fetched" if prefix_owner else reason
         return Placement(prefill.name, decode.name, reason, cached_tokens=cached_tokens, prefix_owner=prefix_owner)
 
-    def _prefill(self, ask: PlacementRequest, worker: WorkerView) -> _Prefill:
-        cached, restore_s = self.found(ask, worker)
-        return _Prefill(self.latency.ttft_seconds(ask, worker, cached) + restore_s, cached)
+    def _prefill(self, query: PlacementQuery, worker: WorkerView) -> _Prefill:
+        cached, restore_s = self.found(query, worker)
+        return _Prefill(self.latency.ttft_seconds(query, worker, cached) + restore_s, cached)
 
     @property
     def reason(self) -> str:
@@ -133,38 +133,38 @@ class Mooncake(MooncakeLocal):
         super().__init__(latency, index)
         self._owners: list[tuple[int, WorkerView]] = []  # of the latest request: cached tokens, worker; most first
 
-    def choose(self, ask: PlacementRequest) -> Placement | None:
+    def choose(self, query: PlacementQuery) -> Placement | None:
         """Look up once what each worker has. Of equals none for prefill: it may have the answer to an earlier prompt
         too, which hashes show only in part. Then the one with the fewest readers.
         """
-        most = ask.request.num_tokens - 1
-        owners = ((min(self.latency.lendable(each, self.match(ask, each)), most), each) for each in fitting(ask))
+        most = query.request.num_tokens - 1
+        owners = ((min(self.latency.lendable(each, self.match(query, each)), most), each) for each in fitting(query))
         self._owners = sorted(
             ((tokens, each) for tokens, each in owners if tokens),
             key=lambda owner: (-owner[0], owner[1].role is Role.PREFILL, owner[1].stats.leases, owner[1].name),
         )
-        return super().choose(ask)
+        return super().choose(query)
 
-    def _prefill(self, ask: PlacementRequest, worker: WorkerView) -> _Prefill:
-        local = super()._prefill(ask, worker)
+    def _prefill(self, query: PlacementQuery, worker: WorkerView) -> _Prefill:
+        local = super()._prefill(query, worker)
         for cached, owner in self._owners:
             if cached <= local.cached_tokens * BALANCING_THRESHOLD:
                 break
             is_alike = self.latency.engine(owner).dtype == self.latency.engine(worker).dtype
-            if owner.name != worker.name and is_alike and ask.view.linked(owner.name, worker.name):
-                saved_s = self._saved_seconds(ask, worker, owner, cached)
+            if owner.name != worker.name and is_alike and query.view.linked(owner.name, worker.name):
+                saved_s = self._saved_seconds(query, worker, owner, cached)
                 return _Prefill(local.ttft_s - saved_s, cached, owner.name) if saved_s > 0.0 else local
         return local
 
     def _saved_seconds(
-        self, ask: PlacementRequest, worker: WorkerView, owner: WorkerView, fetched_tokens: int
+        self, query: PlacementQuery, worker: WorkerView, owner: WorkerView, fetched_tokens: int
     ) -> float:
         """How much sooner the prompt is done with the fetched prefix, transfer included."""
-        num_tokens, latency = ask.request.num_tokens, self.latency
-        own_tokens, restore_s = self.found(ask, worker)
-        here = self.match(ask, worker)
+        num_tokens, latency = query.request.num_tokens, self.latency
+        own_tokens, restore_s = self.found(query, worker)
+        here = self.match(query, worker)
         computing_s = latency.prefill_seconds(worker, num_tokens - own_tokens, own_tokens) + restore_s
         rest_s = latency.prefill_seconds(worker, num_tokens - fetched_tokens, fetched_tokens)
-        lending_s = latency.lent_seconds(owner, self.match(ask, owner), here, fetched_tokens)
+        lending_s = latency.lent_seconds(owner, self.match(query, owner), here, fetched_tokens)
         moving_s = latency.transfer_seconds(worker, fetched_tokens - here.ready_tokens)
         return computing_s - rest_s - lending_s - moving_s

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.policy.active_requests import ActiveRequest
 from cluster.policy.routing.picking import fitting, queued_tokens
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.spec import ClusterSpec
 from diptych.view import WorkerState, WorkerView
 from workers.config import KEPT_SHARE, SPAN
@@ -47,23 +47,23 @@ class Lending:
         longest = max((min(_room(one, each) for one in each) for each in largest), default=0)
         return longest if self._limit is None else min(longest, self._limit)
 
-    def choose(self, ask: PlacementRequest, borrowing: Sequence[ActiveRequest] = ()) -> Placement | None:
+    def choose(self, query: PlacementQuery, borrowing: Sequence[ActiveRequest] = ()) -> Placement | None:
         """The worker that serves the fewest of those that borrow already, with most free memory, and its lenders.
 
         None if a worker can hold the request, or all together cannot now, beside those that borrow.
         """
-        if not self._dtypes or not ask.alone or fitting(ask):
+        if not self._dtypes or not query.may_colocate or fitting(query):
             return None
         ready = [
             worker
-            for worker in ask.view.workers
+            for worker in query.view.workers
             if worker.state is WorkerState.READY
             and worker.capacity_tokens
-            and worker.name not in ask.avoid
+            and worker.name not in query.avoid
             and worker.pool in self._dtypes
         ]
         memory = {worker.name: self._free(worker) for worker in ready}
-        promised = _promised_tokens(ask, ready, borrowing)
+        promised = _promised_tokens(query, ready, borrowing)
         ready.sort(key=lambda worker: (-memory[worker.name].lent, worker.name))
         served = Counter(work.decode for work in borrowing)
         for borrower in sorted(ready, key=lambda worker: served[worker.name]):
@@ -73,10 +73,10 @@ class Lending:
                 if worker is not borrower
                 and memory[worker.name].lent >= SPAN
                 and self._dtypes[worker.pool] == self._dtypes[borrower.pool]
-                and ask.view.linked(borrower.name, worker.name)
+                and query.view.linked(borrower.name, worker.name)
             ][:MAX_LENDERS]
             together = [memory[name] for name in (borrower.name, *lenders)]
-            if lenders and _room(together[0], together) - promised > ask.request.num_tokens:
+            if lenders and _room(together[0], together) - promised > query.request.num_tokens:
                 reason = "longer than any worker's KV pool: others hold a part"
                 return Placement(borrower.name, borrower.name, reason, lenders=tuple(lenders))
         return None
@@ -93,16 +93,16 @@ def _room(borrower: Memory, together: Sequence[Memory]) -> int:
     return min(borrower.own + spans, sum(each.lent for each in together))
 
 
-def _promised_tokens(ask: PlacementRequest, workers: Iterable[WorkerView], borrowing: Sequence[ActiveRequest]) -> int:
+def _promised_tokens(query: PlacementQuery, workers: Iterable[WorkerView], borrowing: Sequence[ActiveRequest]) -> int:
     """Free memory that requests which borrow will still take: for answers, and for prompts not computed yet.
 
     Requests that start without it take each other's memory, fail, and are computed again.
     """
-    queued = {worker.name: queued_tokens(ask, worker) for worker in workers}
+    queued = {worker.name: queued_tokens(query, worker) for worker in workers}
     tokens = 0
     for work in borrowing:
         tokens += work.output_tokens
-        if ask.now_s - work.began_s < UNSEEN_S:
+        if query.now_s - work.began_s < UNSEEN_S:
             tokens += work.prompt_tokens
         elif work.prefilled_s is None:
             tokens += min(work.prompt_tokens, queued.get(work.decode, 0))

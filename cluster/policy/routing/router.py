@@ -26,11 +26,11 @@ NOTHING_SENT = SentWork()
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementRequest:
+class PlacementQuery:
     """A request to place, at `now_s` of the dispatcher's clock.
 
-    Workers in `avoid` failed or refused this request before. `alone`: where no pair is ready, a prefill or decode
-    worker may do both phases. `beside` is the worker that computes the same prompt for another parallel sample. It is
+    Workers in `avoid` failed or refused this request before. `may_colocate`: where no pair is ready, a prefill or
+    decode worker may do both phases. `sibling_worker` computes the same prompt for another parallel sample; it is
     preferred, because the prompt is then computed once. The request arrived `waited_s` ago; `is_queued`: it is in the
     admission queue.
     """
@@ -39,8 +39,8 @@ class PlacementRequest:
     request: Request
     sent: Mapping[str, SentWork] = field(default_factory=dict)
     avoid: Collection[str] = ()
-    alone: bool = True
-    beside: str = ""
+    may_colocate: bool = True
+    sibling_worker: str = ""
     now_s: float = 0.0
     waited_s: float = 0.0
     is_queued: bool = False
@@ -130,8 +130,8 @@ class Router(ABC):
     uses_prefix_index: ClassVar[bool] = False
 
     @abstractmethod
-    def choose(self, ask: PlacementRequest) -> Placement | None:
+    def choose(self, query: PlacementQuery) -> Placement | None:
         """A placement for the request; None when no worker is ready for it. Changes nothing."""
 
-    def began(self, ask: PlacementRequest, placement: Placement) -> None:  # noqa: B027  (most routers are stateless)
+    def began(self, query: PlacementQuery, placement: Placement) -> None:  # noqa: B027  (most routers are stateless)
         """The request was sent there; a stateful router records it."""

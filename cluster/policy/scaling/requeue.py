@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.prefix_index import PrefixIndex
-from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementQuery, Refusal
 from diptych.view import ClusterView, WorkerState, WorkerView
 
 TOLERANCE = 1.2  # factor by which a queue's prediction may be off before it is corrected
 GAIN = 0.25  # of the TTFT SLO, by which the first token must come sooner
 
-Choose = Callable[[PlacementRequest], Placement | Refusal | Enqueue | None]
+Choose = Callable[[PlacementQuery], Placement | Refusal | Enqueue | None]
 
 
 class Requeue:
@@ -51,17 +51,17 @@ class Requeue:
         found = [[key for key, wait_s in waits.items() if wait_s > min_s] for waits in waits_s]
         return [keys[::-1] for keys in found if keys]
 
-    def better_placement(self, ask: PlacementRequest, key: str, choose: Choose) -> Placement | None:
+    def better_placement(self, query: PlacementQuery, key: str, choose: Choose) -> Placement | None:
         """A better placement for the attempt `key`; None: it stays."""
-        ttft_slo_s = ask.request.slo.ttft_s or self._ttft_s
+        ttft_slo_s = query.request.slo.ttft_s or self._ttft_s
         work = self._active.find(key)
         if ttft_slo_s is None or work is None or work.prefilled_s is not None:
             return None
-        here_s = self._waits_s(work.prefill, ask.now_s)[key]
+        here_s = self._waits_s(work.prefill, query.now_s)[key]
         if here_s <= GAIN * ttft_slo_s:
             return None
         with self._active.without(key), self._index.without(key):
-            placement = choose(ask)
+            placement = choose(query)
         if not isinstance(placement, Placement) or placement.prefill == work.prefill:
             return None
         there_s = placement.predicted_ttft_s

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.routing.picking import beside, fitting, with_room
+from cluster.policy.routing.picking import fitting, prefer_sibling, with_room
 from cluster.policy.routing.prefix_index import Match
-from cluster.policy.routing.router import PlacementRequest
+from cluster.policy.routing.router import PlacementQuery
 from cluster.policy.routing.slo.worker_estimate import DECODE, PREFILL, PromptSide
 from diptych.view import WorkerView
 from workers.request import SLO
@@ -15,19 +15,19 @@ from workers.request import SLO
 class AllWorkers:
     """All workers that can hold the request; those of the phase's role come first. `match`: of a worker's cache."""
 
-    def __init__(self, ask: PlacementRequest, match: Callable[[WorkerView], Match], latency: LatencyPredictor) -> None:
-        self._ask = ask
+    def __init__(self, query: PlacementQuery, match: Callable[[WorkerView], Match], latency: LatencyPredictor) -> None:
+        self._query = query
         self._latency = latency
         self.match = match
-        self._workers = fitting(ask)
+        self._workers = fitting(query)
 
     def worker(self, name: str) -> WorkerView:
         return next(worker for worker in self._workers if worker.name == name)
 
     def prompts(self, slo: SLO, reader: str = "") -> Iterator[list[WorkerView]]:
-        workers = beside(self._ask, self._workers)
+        workers = prefer_sibling(self._query, self._workers)
         if reader:
-            workers = [worker for worker in workers if self._ask.view.linked(worker.name, reader)]
+            workers = [worker for worker in workers if self._query.view.linked(worker.name, reader)]
         yield [worker for worker in workers if worker.role is not DECODE]
         yield [worker for worker in workers if worker.role is DECODE]
 
@@ -37,20 +37,20 @@ class AllWorkers:
     def mixed(self, slo: SLO, early: float) -> list[WorkerView]:
         return []  # mixed workers are candidates of both phases anyway
 
-    def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
-        yield with_room(self._ask, [worker for worker in self._workers if worker.role is not PREFILL])
-        if alone:
-            yield with_room(self._ask, [worker for worker in self._workers if worker.role is PREFILL])
+    def decodes(self, *, may_colocate: bool) -> Iterator[list[WorkerView]]:
+        yield with_room(self._query, [worker for worker in self._workers if worker.role is not PREFILL])
+        if may_colocate:
+            yield with_room(self._query, [worker for worker in self._workers if worker.role is PREFILL])
 
     def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         kv_dtype = self._latency.engine(self.worker(reader)).dtype
-        most = self._ask.request.num_tokens - 1
+        most = self._query.request.num_tokens - 1
         owners = [
             (tokens, each.role is not PREFILL, -each.stats.leases, each.name)
             for each in self._workers
             if each.name != reader
             and (tokens := min(self._latency.lendable(each, self.match(each)), most)) > own_tokens
-            and self._ask.view.linked(each.name, reader)
+            and self._query.view.linked(each.name, reader)
             and self._latency.engine(each).dtype == kv_dtype
         ]
         if not owners:

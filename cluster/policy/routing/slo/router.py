@@ -30,7 +30,7 @@ from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.cache_aware import CacheAware, prompt_of
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
-from cluster.policy.routing.router import Placement, PlacementRequest
+from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.policy.routing.slo.exhaustive import AllWorkers
 from cluster.policy.routing.slo.shortlist import Shortlist, shortlist
 from cluster.policy.routing.slo.worker_estimate import DECODE, MIXED, PREFILL, DecodeSide, PromptSide, WorkerEstimate
@@ -75,33 +75,33 @@ class SLORouter(CacheAware):
         self._recent_s = 0.0
         self._first_s = 0.0
 
-    def choose(self, ask: PlacementRequest) -> Placement | None:
-        slo, answer = self._slo_of(ask), self._expected(ask.request)
-        candidates: Candidates | None = shortlist(self._table, ask, partial(self._depths, ask), answer, self._few)
-        candidates = candidates or AllWorkers(ask, partial(self.match, ask), self.latency)
-        sides, first = self._prompt_sides(ask, candidates, slo)
+    def choose(self, query: PlacementQuery) -> Placement | None:
+        slo, answer = self._slo_of(query), self._expected(query.request)
+        candidates: Candidates | None = shortlist(self._table, query, partial(self._depths, query), answer, self._few)
+        candidates = candidates or AllWorkers(query, partial(self.match, query), self.latency)
+        sides, first = self._prompt_sides(query, candidates, slo)
         if first is None:
             return None
-        if ask.tokens_left == 1:
+        if query.tokens_left == 1:
             return _placed(first, None, "one token is requested: no KV handoff")
-        begin_s = ask.now_s + first.ttft_s
+        begin_s = query.now_s + first.ttft_s
         is_free = _is_free(first, slo)
         mixed = [] if is_free else candidates.mixed(slo, EARLY)
         for worker in mixed:
             if worker.name not in sides:
-                sides[worker.name] = self._prompt_side(ask, candidates, worker, slo)
+                sides[worker.name] = self._prompt_side(query, candidates, worker, slo)
                 first = _best_prefill([first, sides[worker.name]], slo)
-        decodes = self._decode_sides(ask, candidates, slo, answer, begin_s, mixed)
+        decodes = self._decode_sides(query, candidates, slo, answer, begin_s, mixed)
         if not decodes:
             return None
         if not is_free and (both := _best_mixed(sides, decodes, slo)) is not None:
             return _placed(*both, "one worker meets both SLOs")
-        decode = _best_decode(decodes, slo, can_spare=self._can_spare_prefill(ask, candidates, slo, sides, decodes))
-        return self._paired(ask, candidates, slo, sides, first, decode)
+        decode = _best_decode(decodes, slo, can_spare=self._can_spare_prefill(query, candidates, slo, sides, decodes))
+        return self._paired(query, candidates, slo, sides, first, decode)
 
     def _paired(
         self,
-        ask: PlacementRequest,
+        query: PlacementQuery,
         candidates: Candidates,
         slo: SLO,
         sides: Mapping[str, PromptSide],
@@ -110,37 +110,37 @@ class SLORouter(CacheAware):
     ) -> Placement | None:
         """The prefill worker for this decode worker. `first`: the best of `sides`."""
         worker = candidates.worker(decode.name)
-        local = sides.get(worker.name) or self._prompt_side(ask, candidates, worker, slo)
-        is_local_able = ask.alone or worker.role is MIXED
+        local = sides.get(worker.name) or self._prompt_side(query, candidates, worker, slo)
+        is_local_able = query.may_colocate or worker.role is MIXED
         prefill: PromptSide | None = first
-        if not all(ask.view.linked(name, worker.name) or (is_local_able and name == worker.name) for name in sides):
-            prefill = self._prompt_sides(ask, candidates, slo, worker.name)[1]
+        if not all(query.view.linked(name, worker.name) or (is_local_able and name == worker.name) for name in sides):
+            prefill = self._prompt_sides(query, candidates, slo, worker.name)[1]
         if is_local_able:
             prefill = _best_prefill([prefill, local] if prefill else [local], slo)
         if prefill is None:
             return None
         if prefill is local:
             placement = _placed(local, decode, "first token soonest where it decodes")
-            return self._with_prefix_fetch(ask, candidates, placement)
-        if self._is_local(ask, worker, prefill, local, slo):
+            return self._with_prefix_fetch(query, candidates, placement)
+        if self._is_local(query, worker, prefill, local, slo):
             return _placed(local, decode, "computed where it decodes as soon as its KV could arrive")
-        placement = self._with_prefix_fetch(ask, candidates, _placed(prefill, decode, self.reason))
-        return placement if placement.prefix_owner else self._cut(ask, placement, prefill, local, slo)
+        placement = self._with_prefix_fetch(query, candidates, _placed(prefill, decode, self.reason))
+        return placement if placement.prefix_owner else self._cut(query, placement, prefill, local, slo)
 
-    def began(self, ask: PlacementRequest, placement: Placement) -> None:
-        super().began(ask, placement)
-        worker = self._find(ask.view, placement.prefill)
+    def began(self, query: PlacementQuery, placement: Placement) -> None:
+        super().began(query, placement)
+        worker = self._find(query.view, placement.prefill)
         assert worker is not None, "it was chosen from this view"
         cached = placement.cached_tokens
-        alone_s = self.latency.cost(worker).prefill_seconds(max(1, ask.request.num_tokens - cached), cached)
+        alone_s = self.latency.cost(worker).prefill_seconds(max(1, query.request.num_tokens - cached), cached)
         alone_s *= self.latency.prompt_speed(worker)
-        self._first_s = self._first_s or ask.now_s
-        self._recent.append((ask.now_s, alone_s))
+        self._first_s = self._first_s or query.now_s
+        self._recent.append((query.now_s, alone_s))
         self._recent_s += alone_s
-        self._forget(ask.now_s)
+        self._forget(query.now_s)
 
     def _prompt_sides(
-        self, ask: PlacementRequest, candidates: Candidates, slo: SLO, reader: str = ""
+        self, query: PlacementQuery, candidates: Candidates, slo: SLO, reader: str = ""
     ) -> tuple[dict[str, PromptSide], PromptSide | None]:
         """Candidates for prefill, tier by tier until no later tier can be better; and the best."""
         sides: dict[str, PromptSide] = {}
@@ -148,7 +148,7 @@ class SLORouter(CacheAware):
         for number, tier in enumerate(candidates.prompts(slo, reader)):
             for worker in tier:
                 if worker.name not in sides:
-                    sides[worker.name] = self._prompt_side(ask, candidates, worker, slo)
+                    sides[worker.name] = self._prompt_side(query, candidates, worker, slo)
             if sides:
                 best = _best_prefill(list(sides.values()), slo)
                 if _is_able(best) and not any(_drawbacks(best, slo)[: 3 - number]):
@@ -157,7 +157,7 @@ class SLORouter(CacheAware):
 
     def _decode_sides(
         self,
-        ask: PlacementRequest,
+        query: PlacementQuery,
         candidates: Candidates,
         slo: SLO,
         answer: int,
@@ -166,10 +166,10 @@ class SLORouter(CacheAware):
     ) -> list[DecodeSide]:
         """Candidates for decode: `others`, and tier by tier until one meets the SLO."""
         sides: dict[str, DecodeSide] = {}
-        for number, tier in enumerate(chain([others], candidates.decodes(alone=ask.alone))):
+        for number, tier in enumerate(chain([others], candidates.decodes(may_colocate=query.may_colocate))):
             for worker in tier:
                 if worker.name not in sides:
-                    sides[worker.name] = self._estimate.decode_side(ask, worker, answer, begin_s, slo.tpot_s)
+                    sides[worker.name] = self._estimate.decode_side(query, worker, answer, begin_s, slo.tpot_s)
             meets_slo = (
                 side.has_room and not _is_late(side, slo) and side.role is not PREFILL for side in sides.values()
             )
@@ -179,7 +179,7 @@ class SLORouter(CacheAware):
 
     def _can_spare_prefill(
         self,
-        ask: PlacementRequest,
+        query: PlacementQuery,
         candidates: Candidates,
         slo: SLO,
         sides: Mapping[str, PromptSide],
@@ -193,8 +193,8 @@ class SLORouter(CacheAware):
         asked = [speed_of(candidates.worker(side.name)) for side in decodes if side.role is PREFILL]
         if not asked:
             return False
-        self._forget(ask.now_s)
-        span_s = min(RECENT_S, max(1.0, ask.now_s - self._first_s))
+        self._forget(query.now_s)
+        span_s = min(RECENT_S, max(1.0, query.now_s - self._first_s))
         others = candidates.available_speed(slo, list(sides.values()), speed_of) - max(asked)
         return others > 1e-9 and self._recent_s / span_s <= MAX_PREFILL_LOAD * others
 
@@ -202,22 +202,22 @@ class SLORouter(CacheAware):
         while self._recent and self._recent[0][0] < now_s - RECENT_S:
             self._recent_s -= self._recent.popleft()[1]
 
-    def _prompt_side(self, ask: PlacementRequest, candidates: Candidates, worker: WorkerView, slo: SLO) -> PromptSide:
-        return self._estimate.prompt_side(ask, worker, candidates.match(worker), slo.tpot_s)
+    def _prompt_side(self, query: PlacementQuery, candidates: Candidates, worker: WorkerView, slo: SLO) -> PromptSide:
+        return self._estimate.prompt_side(query, worker, candidates.match(worker), slo.tpot_s)
 
-    def _depths(self, ask: PlacementRequest) -> Sequence[Depth]:
-        if ask.request.fresh:
+    def _depths(self, query: PlacementQuery) -> Sequence[Depth]:
+        if query.request.fresh:
             return ()
-        return self._index.depths(self.hashes(ask), ask.now_s, prompt_of(ask.request))
+        return self._index.depths(self.hashes(query), query.now_s, prompt_of(query.request))
 
-    def _slo_of(self, ask: PlacementRequest) -> SLO:
-        asked, default = ask.request.slo, self._default
+    def _slo_of(self, query: PlacementQuery) -> SLO:
+        asked, default = query.request.slo, self._default
         if not asked.ttft_s and not asked.tpot_s:
             return default
         return SLO(asked.ttft_s or default.ttft_s, asked.tpot_s or default.tpot_s, asked.class_name)
 
     def _is_local(
-        self, ask: PlacementRequest, worker: WorkerView, prefill: PromptSide, local: PromptSide, slo: SLO
+        self, query: PlacementQuery, worker: WorkerView, prefill: PromptSide, local: PromptSide, slo: SLO
     ) -> bool:
         """Whether prefill on the decode worker is as fast as a KV handoff.
 
@@ -226,8 +226,8 @@ class SLORouter(CacheAware):
         """
         if not local.steps or (slo.ttft_s is not None and local.ttft_s > slo.ttft_s):
             return False
-        moved = ask.request.num_tokens - local.ready_tokens
-        moving_s = self._estimate.transfer_seconds(ask, prefill.name, worker, moved)
+        moved = query.request.num_tokens - local.ready_tokens
+        moving_s = self._estimate.transfer_seconds(query, prefill.name, worker, moved)
         is_short = slo.tpot_s is not None and local.prefill_s <= slo.tpot_s
         has_time = _is_free(prefill, slo) and prefill.queue_s <= prefill.prefill_s
         protects_decodes = local.role is DECODE or (local.batch > 0 and has_time)
@@ -235,9 +235,9 @@ class SLORouter(CacheAware):
             return False
         return local.ttft_s <= prefill.ttft_s + moving_s
 
-    def _with_prefix_fetch(self, ask: PlacementRequest, candidates: Candidates, placement: Placement) -> Placement:
+    def _with_prefix_fetch(self, query: PlacementQuery, candidates: Candidates, placement: Placement) -> Placement:
         """With a prefix fetched from another worker, if that takes less time than computing it."""
-        own, num_tokens = placement.cached_tokens, ask.request.num_tokens
+        own, num_tokens = placement.cached_tokens, query.request.num_tokens
         prefix_owner = candidates.prefix_owner(own, placement.prefill)
         if prefix_owner is None:
             return placement
@@ -247,7 +247,7 @@ class SLORouter(CacheAware):
         rest_s = self.latency.prefill_seconds(worker, num_tokens - tokens, tokens)
         restore_s = self.latency.found(worker, here, num_tokens)[1]
         saved_s = self.latency.prefill_seconds(worker, num_tokens - own, own) + restore_s - rest_s
-        saved_s -= self._estimate.transfer_seconds(ask, owner, worker, tokens - here.ready_tokens)
+        saved_s -= self._estimate.transfer_seconds(query, owner, worker, tokens - here.ready_tokens)
         saved_s -= self.latency.lent_seconds(lender, candidates.match(lender), here, tokens)
         if saved_s <= 0.0 or placement.predicted_ttft_s is None:
             return placement
@@ -261,14 +261,14 @@ class SLORouter(CacheAware):
         )
 
     def _cut(
-        self, ask: PlacementRequest, placement: Placement, prefill: PromptSide, local: PromptSide, slo: SLO
+        self, query: PlacementQuery, placement: Placement, prefill: PromptSide, local: PromptSide, slo: SLO
     ) -> Placement:
         """While prompts wait, the decode worker computes the end of this one, in the time that its decodes leave.
 
         This one's first token comes no sooner, but those behind it do. Both parts take equally long, as far as the TTFT
         SLO allows.
         """
-        new_tokens = ask.request.num_tokens - prefill.cached_tokens
+        new_tokens = query.request.num_tokens - prefill.cached_tokens
         waits = prefill.queue_s > prefill.prefill_s
         if not waits or not local.steps or local.queue_s > 0.0 or slo.ttft_s is None or new_tokens < 2 * MIN_PART:
             return placement
@@ -284,7 +284,7 @@ class SLORouter(CacheAware):
         return structs.replace(
             placement,
             reason="prompts wait: its end is computed where it decodes",
-            cut_tokens=ask.request.num_tokens - tail,
+            cut_tokens=query.request.num_tokens - tail,
             prefill_s=head_s,
             predicted_ttft_s=prefill.queue_s + head_s + tail_s,
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from cluster.policy.routing.prefix_index import NO_MATCH, Depth, Match
-from cluster.policy.routing.router import PlacementRequest
+from cluster.policy.routing.router import PlacementQuery
 from cluster.policy.routing.slo.exhaustive import has_time
 from cluster.policy.routing.slo.worker_estimate import PromptSide
 from cluster.policy.routing.slo.worker_table import Behind, Flags, Floats, WorkerTable
@@ -18,19 +18,19 @@ from workers.request import SLO
 
 def shortlist(
     table: WorkerTable,
-    ask: PlacementRequest,
+    query: PlacementQuery,
     depths: Callable[[], Sequence[Depth]],
     expected_tokens: int,
     few: int,
 ) -> "Shortlist | None":
     """The shortlist for this request. `depths`: the cached prefixes of its prompt. None: at most `few` can hold it."""
-    if len(ask.view.workers) <= few:
+    if len(query.view.workers) <= few:
         return None
-    table.update(ask)
-    fits = table.fitting(ask)
+    table.update(query)
+    fits = table.fitting(query)
     if np.count_nonzero(fits) <= few:
         return None
-    return Shortlist(table, ask, fits, *table.cached(ask, depths()), expected_tokens)
+    return Shortlist(table, query, fits, *table.cached(query, depths()), expected_tokens)
 
 
 class Shortlist:
@@ -39,7 +39,7 @@ class Shortlist:
     def __init__(
         self,
         table: WorkerTable,
-        ask: PlacementRequest,
+        query: PlacementQuery,
         fits: Flags,
         cached: Floats | None,
         most_cached: int,
@@ -47,15 +47,15 @@ class Shortlist:
         expected_tokens: int,
     ) -> None:
         self._table = table
-        self._ask = ask
+        self._query = query
         self._cached = cached
         self._most_cached = most_cached
         self._behind = behind
-        self._need = ask.request.num_tokens + expected_tokens
-        self._context = ask.request.num_tokens + expected_tokens // 2
+        self._need = query.request.num_tokens + expected_tokens
+        self._context = query.request.num_tokens + expected_tokens // 2
         self._fits = fits
         self._alone_s = self._prompt_seconds()
-        self._queue_s = np.maximum(table.until_s - ask.now_s, table.rest_s) + table.foreign_s
+        self._queue_s = np.maximum(table.until_s - query.now_s, table.rest_s) + table.foreign_s
         self._beside: tuple[Floats, Flags] | None = None
 
     def worker(self, name: str) -> WorkerView:
@@ -69,7 +69,7 @@ class Shortlist:
 
     def _sample_worker(self) -> WorkerView | None:
         """The worker that computes this prompt for another parallel sample."""
-        row = self._table.row.get(self._ask.beside)
+        row = self._table.row.get(self._query.sibling_worker)
         return self._table.workers[row] if row is not None and self._fits[row] else None
 
     def prompts(self, slo: SLO, reader: str = "") -> Iterator[list[WorkerView]]:
@@ -82,7 +82,7 @@ class Shortlist:
             return
         table, fits = self._table, self._fits
         if reader:
-            fits = fits & self._table.linked_to(self._ask, reader)
+            fits = fits & self._table.linked_to(self._query, reader)
         home = fits & table.is_prompt_home
         yield self._best(self._queue_s + self._alone_s, home & (table.batch == 0.0), 2)
         ttft_s, is_able = self._with_decodes(slo)
@@ -115,12 +115,12 @@ class Shortlist:
             meets &= self._tpot_s() <= slo.tpot_s
         return [*self._best(ttft_s, meets, 2), *self._best(ttft_s, soon & ~meets, 2)]  # decodes may end until then
 
-    def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
+    def decodes(self, *, may_colocate: bool) -> Iterator[list[WorkerView]]:
         """For decode: with room, first no prefill workers, then these if they may decode; then without room."""
         home = self._with_room(self._fits & self._table.is_decode_home)
         tpot_s, room = self._tpot_s(), self._has_room()
         yield self._best(tpot_s, home & room, 2)
-        able = home | self._with_room(self._fits & self._table.is_prefill) if alone else home
+        able = home | self._with_room(self._fits & self._table.is_prefill) if may_colocate else home
         yield self._best(tpot_s, able & self._table.is_prefill & room, 2) + self._best(tpot_s, home & ~room, 1)
         if not (able & room).any():
             yield self._best(tpot_s, able, 1)
@@ -128,7 +128,7 @@ class Shortlist:
     def _with_room(self, mask: Flags) -> Flags:
         """As `picking.with_room`."""
         capacity = self._table.capacity
-        with_room: Flags = mask & (capacity >= self._ask.needed_tokens(int(capacity[mask].max(initial=0))))
+        with_room: Flags = mask & (capacity >= self._query.needed_tokens(int(capacity[mask].max(initial=0))))
         return with_room
 
     def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
@@ -146,7 +146,7 @@ class Shortlist:
         mask = self._fits & (lendable > own_tokens)
         if not np.count_nonzero(mask):
             return None
-        mask &= table.linked_to(self._ask, reader)
+        mask &= table.linked_to(self._query, reader)
         mask[row] = False
         kv_dtype = table.rates[table.pool[row]].kv_dtype
         alike = [each.kv_dtype == kv_dtype for each in table.rates]
@@ -174,7 +174,7 @@ class Shortlist:
 
     def _prompt_seconds(self) -> Floats:
         """Seconds of the prompt alone: a parabola in the cached tokens through three points of each pool's costs."""
-        table, num_tokens = self._table, self._ask.request.num_tokens
+        table, num_tokens = self._table, self._query.request.num_tokens
         parabolas = (rates.prompt_parabola(num_tokens, self._most_cached) for rates in table.rates)
         alone, first, second = zip(*parabolas, strict=True)
         seconds = table.of_pools(alone, table.pool)
@@ -192,7 +192,7 @@ class Shortlist:
         """Seconds to the first token beside decodes, and whether these leave time for the prompt."""
         if self._beside is None:
             table = self._table
-            tokens: Floats | float = float(self._ask.request.num_tokens)
+            tokens: Floats | float = float(self._query.request.num_tokens)
             if self._cached is not None:
                 tokens = tokens - self._cached
             work_s = self._alone_s - table.ratio * table.of_pools([each.empty_s for each in table.rates], table.pool)

@@ -13,7 +13,7 @@ from cluster.policy.active_requests import ActiveRequest, ActiveRequests, Worker
 from cluster.policy.estimate.latency import MIN_CHUNK, Decodes, LatencyPredictor
 from cluster.policy.estimate.links import MeasuredLinks
 from cluster.policy.routing.prefix_index import Match
-from cluster.policy.routing.router import PlacementRequest
+from cluster.policy.routing.router import PlacementQuery
 from cluster.spec import Role
 from diptych.view import WorkerView
 
@@ -86,25 +86,25 @@ class WorkerEstimate:
         self._ends: dict[str, _Ends] = {}  # by worker
 
     def prompt_side(
-        self, ask: PlacementRequest, worker: WorkerView, match: Match, tpot_slo_s: float | None
+        self, query: PlacementQuery, worker: WorkerView, match: Match, tpot_slo_s: float | None
     ) -> PromptSide:
         """`tpot_slo_s`: the assumed SLO of the decodes there."""
         latency, worker_load = self._latency, self._active.worker_load(worker.name)
-        load = self._with_foreign(ask, worker, worker_load, worker_load.begun)  # the others may begin at any time
-        cached_tokens, restore_s = latency.found(worker, match, ask.request.num_tokens)
-        new_tokens = max(1, ask.request.num_tokens - cached_tokens)
+        load = self._with_foreign(query, worker, worker_load, worker_load.begun)  # the others may begin at any time
+        cached_tokens, restore_s = latency.found(worker, match, query.request.num_tokens)
+        new_tokens = max(1, query.request.num_tokens - cached_tokens)
         decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
         prefill_s, steps = latency.prefill_beside(worker, new_tokens, cached_tokens, decodes)
-        queue_s = latency.queue_seconds(ask, worker) + latency.adapter_seconds(ask, worker)
+        queue_s = latency.queue_seconds(query, worker) + latency.adapter_seconds(query, worker)
         cached = cached_tokens, min(match.ready_tokens, cached_tokens)
         return PromptSide(worker.name, worker.role, *cached, load.batch, queue_s, restore_s + prefill_s, steps)
 
     def decode_side(
-        self, ask: PlacementRequest, worker: WorkerView, answer: int, begin_s: float, tpot_slo_s: float | None
+        self, query: PlacementQuery, worker: WorkerView, answer: int, begin_s: float, tpot_slo_s: float | None
     ) -> DecodeSide:
         """`answer`: its expected tokens. `begin_s`: when its prompt will be done, on the dispatcher's clock."""
-        latency, num_tokens = self._latency, ask.request.num_tokens
-        load = self._load(ask, worker, begin_s)
+        latency, num_tokens = self._latency, query.request.num_tokens
+        load = self._load(query, worker, begin_s)
         capacity = latency.kv_tokens(worker)
         free_tokens, batch = capacity - load.assigned_tokens, load.batch + 1
         context = load.context_tokens + num_tokens + answer // 2
@@ -113,30 +113,30 @@ class WorkerEstimate:
         if tpot_slo_s is not None and worker.role is PREFILL:
             leaves_time = latency.cost(worker).mixed_seconds(((MIN_CHUNK, 0),), batch, context) <= tpot_slo_s
         tpot_s = latency.step_seconds(worker, batch, context)
-        load_s = latency.adapter_seconds(ask, worker) / max(1, answer)
+        load_s = latency.adapter_seconds(query, worker) / max(1, answer)
         return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time, load_s)
 
-    def _load(self, ask: PlacementRequest, worker: WorkerView, at_s: float) -> Decoding:
+    def _load(self, query: PlacementQuery, worker: WorkerView, at_s: float) -> Decoding:
         """The decodes that will not have ended at `at_s`, whether they have started yet or not.
 
         A request of ours decodes from its actual or predicted first token, for as many steps as its answer has tokens.
         """
         worker_load = self._active.worker_load(worker.name)
         ours: tuple[int, int, int] = worker_load.assigned
-        if ours[0] and at_s - ask.now_s > NEAR_S:
+        if ours[0] and at_s - query.now_s > NEAR_S:
             batch, prompts, answers = ours
-            for work in self._ended(worker, worker_load, ask.now_s, at_s):
+            for work in self._ended(worker, worker_load, query.now_s, at_s):
                 batch, prompts, answers = batch - 1, prompts - work.prompt_tokens, answers - work.output_tokens
             ours = batch, prompts, answers
-        return self._with_foreign(ask, worker, worker_load, ours)
+        return self._with_foreign(query, worker, worker_load, ours)
 
     def _with_foreign(
-        self, ask: PlacementRequest, worker: WorkerView, worker_load: WorkerLoad, ours: tuple[int, int, int]
+        self, query: PlacementQuery, worker: WorkerView, worker_load: WorkerLoad, ours: tuple[int, int, int]
     ) -> Decoding:
         """Our decodes, and those of other gateways: what the worker has beyond ours."""
         (batch, prompts, answers), stats = ours, worker.stats
         context, assigned = prompts + answers // 2, prompts + answers
-        seen = stats.running + stats.reserved + ask.sent_to(worker.name).sequences
+        seen = stats.running + stats.reserved + query.sent_to(worker.name).sequences
         foreign = seen - worker_load.assigned.sequences - worker_load.num_prompts
         if foreign > 0:
             used = stats.used_blocks * self._latency.engine(worker).block_size
@@ -164,9 +164,9 @@ class WorkerEstimate:
             if has_begun or now_s + work.output_tokens * step_s < at_s:
                 yield work
 
-    def transfer_seconds(self, ask: PlacementRequest, owner: str, reader: WorkerView, num_tokens: int) -> float:
+    def transfer_seconds(self, query: PlacementQuery, owner: str, reader: WorkerView, num_tokens: int) -> float:
         """Seconds to move the KV of this many tokens over an idle link, by preflight or else by the cost model."""
-        link = self._links.between(ask.view, owner, reader.name)
+        link = self._links.between(query.view, owner, reader.name)
         if link is None or not reader.kv_token_bytes:
             return self._latency.transfer_seconds(reader, num_tokens)
         return link.latency_s + num_tokens * reader.kv_token_bytes / link.bytes_per_s

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import MIN_CHUNK, LatencyPredictor
 from cluster.policy.routing.prefix_index import Depth, Match, PrefixIndex
-from cluster.policy.routing.router import PlacementRequest, SentWork
+from cluster.policy.routing.router import PlacementQuery, SentWork
 from cluster.policy.routing.slo.cost_tables import TOP_BATCH, CostColumns, OwnLoad, PromptSettings, ReportedLoad
 from cluster.policy.routing.slo.worker_estimate import MAX_FULL
 from cluster.spec import Role
@@ -79,11 +79,11 @@ class WorkerTable:
         self.foreign_s = columns[8]
         self._reaches.clear()
 
-    def update(self, ask: PlacementRequest) -> None:
+    def update(self, query: PlacementQuery) -> None:
         """Update the rows that have changed."""
-        is_new, reported = self._follow_workers(ask.view.workers)
-        reported |= self._follow_sent(ask.sent)
-        own = self._due(ask.now_s) | {self.row[name] for name in self._active.changed() if name in self.row}
+        is_new, reported = self._follow_workers(query.view.workers)
+        reported |= self._follow_sent(query.sent)
+        own = self._due(query.now_s) | {self.row[name] for name in self._active.changed() if name in self.row}
         if is_new:
             own = set(range(len(self.workers)))
         if self._membership_version != self._index.membership_version:
@@ -252,17 +252,17 @@ class WorkerTable:
 
     # ---- columns of a request --------------------------------------------------------------------------------
 
-    def fitting(self, ask: PlacementRequest) -> Flags:
+    def fitting(self, query: PlacementQuery) -> Flags:
         """Ready workers that can hold the request."""
-        fits: Flags = self.capacity > ask.request.num_tokens
-        for name in ask.avoid:
+        fits: Flags = self.capacity > query.request.num_tokens
+        for name in query.avoid:
             if name in self.row:
                 fits[self.row[name]] = False
         return fits
 
-    def cached(self, ask: PlacementRequest, depths: Sequence[Depth]) -> tuple[Floats | None, int, Behind]:
+    def cached(self, query: PlacementQuery, depths: Sequence[Depth]) -> tuple[Floats | None, int, Behind]:
         """Cached tokens of the prompt by row (None: no worker has any), their maximum, and those behind the device."""
-        cached, deepest, most = None, 0, ask.request.num_tokens - 1
+        cached, deepest, most = None, 0, query.request.num_tokens - 1
         behind, known = Behind(), None
         for tokens, holders, slots in depths:
             if slots is not known:
@@ -295,11 +295,11 @@ class WorkerTable:
             rows = self._groups[holders] = np.flatnonzero(held & is_there)
         return rows
 
-    def linked_to(self, ask: PlacementRequest, reader: str) -> Flags:
+    def linked_to(self, query: PlacementQuery, reader: str) -> Flags:
         """The workers that are linked to this reader."""
-        if self._unlinked is not ask.view.unlinked:
+        if self._unlinked is not query.view.unlinked:
             self._reaches.clear()
-            self._unlinked = ask.view.unlinked
+            self._unlinked = query.view.unlinked
         reach = self._reaches.get(reader)
         if reach is None:
             reach = self._reaches[reader] = np.ones(len(self.workers), np.bool_)
