@@ -13,6 +13,7 @@ import yaml
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role, SpecError
 from workers.config import ByteSize, EngineConfig
 from workers.costs import CostModel, LinearCost
+from workers.request import SLO
 
 MAX_BYTES = 1 << 20  # YAML takes 10 s to read them
 MAX_VALUES = 100_000
@@ -24,6 +25,13 @@ FILE_DEFAULTS: dict[type, dict[str, Any]] = {
     GatewaySpec: {"routing": "slo", "admission": "slo"},
     EngineConfig: {"batching": "adaptive", "kv_blocks": 0},
 }
+# Fields of requests' SLOs that the gateway sets, so that a file has no such keys.
+SET_BY_GATEWAY: dict[type, frozenset[str]] = {SLO: frozenset({"class_name", "priority", "is_enforced"})}
+
+
+def keys_of(block: Any) -> list[str]:
+    """The keys that a cluster file may have in this block, which is a dataclass."""
+    return [each.name for each in fields(block) if each.name not in SET_BY_GATEWAY.get(block, ())]
 
 
 def laptop_spec() -> ClusterSpec:
@@ -184,7 +192,7 @@ def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
     if not (is_dataclass(kind) and isinstance(value, dict)):
         return
     hints = get_type_hints(kind)
-    known = [each.name for each in fields(kind)]
+    known = keys_of(kind)
     for key, item in value.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in known:

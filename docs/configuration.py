@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from cluster import spec
-from cluster.spec_file import FILE_DEFAULTS
+from cluster.spec_file import FILE_DEFAULTS, keys_of
 from workers import config
 from workers.costs import CostModel, LinearCost
 from workers.request import SLO
@@ -89,7 +89,7 @@ def _block(path: str, kind: type) -> str:
 
 def rows(kind: type) -> Iterator[tuple[str, str, str, str]]:
     hints, words = get_type_hints(kind), meanings(kind)
-    for each in fields(kind):
+    for each in [each for each in fields(kind) if each.name in keys_of(kind)]:
         said = re.sub(r"docs/([\w-]+\.md)", r"[\1](../\1)", words.get(each.name, ""))
         said = re.sub(r"docs/reference/([\w-]+\.md)", r"[\1](\1)", said)
         yield each.name, _read(kind, each.name, hints[each.name]), _default(kind, each), said

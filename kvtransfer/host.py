@@ -56,20 +56,18 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def read_process_memory(pid: int, address: int, num_bytes: int) -> bytes:
-    """Read another process's memory by process_vm_readv, the system call under UCX's CMA.
+def check_process_memory(pid: int, address: int) -> None:
+    """Read a byte of another process's memory by process_vm_readv, the system call under UCX's CMA.
 
     Raises `OSError`: EPERM when ptrace rules forbid it, ESRCH when the process is gone, EFAULT for a bad address.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "process_vm_readv"):
         raise OSError(38, "process_vm_readv does not exist on this system")
-    buffer = ctypes.create_string_buffer(num_bytes)
-    local = _IoVec(ctypes.addressof(buffer), num_bytes)
-    remote = _IoVec(address, num_bytes)
+    buffer = ctypes.create_string_buffer(1)
+    local, remote = _IoVec(ctypes.addressof(buffer), 1), _IoVec(address, 1)
     libc.process_vm_readv.restype = ctypes.c_ssize_t
     got = libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-    if got != num_bytes:
+    if got != 1:
         code = ctypes.get_errno() if got < 0 else 14
         raise OSError(code, f"process_vm_readv from process {pid}: {os.strerror(code)}")
-    return buffer.raw

@@ -21,7 +21,7 @@ import numpy as np
 from kvtransfer.backends import ucx_report
 from kvtransfer.backends.buffers import buffer_on
 from kvtransfer.errors import PeerLost, PeerRefused, TransportUnavailable
-from kvtransfer.host import rdma_devices, read_process_memory
+from kvtransfer.host import check_process_memory, rdma_devices
 from kvtransfer.ticket import HostIdentity
 from kvtransfer.transport import Copies, Region
 
@@ -270,7 +270,7 @@ def read_route(ours: HostIdentity, device: str, theirs: NixlAddress) -> str:
     if not is_host:
         return "GPUs of one host"
     try:
-        read_process_memory(them.pid, theirs.base, 1)
+        check_process_memory(them.pid, theirs.base)
     except OSError as error:
         raise TransportUnavailable(f"same host, but CMA is not allowed: {error.strerror}") from error
     return "same host"

@@ -102,7 +102,7 @@ def receive_into(link: socket.socket, views: Iterable[memoryview], stop_s: float
         is_alone = yield AGAIN if got == asked else stop_s
 
 
-def receive_exactly(link: socket.socket, num_bytes: int, stop_s: float = IDLE) -> Steps[bytes]:
+def receive_exactly(link: socket.socket, num_bytes: int, stop_s: float) -> Steps[bytes]:
     buffer = bytearray(num_bytes)
     yield from receive_into(link, [memoryview(buffer)], stop_s)
     return bytes(buffer)

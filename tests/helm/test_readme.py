@@ -1,6 +1,5 @@
 """The chart's README, schema and values say the same, and the same as the code."""
 
-import dataclasses
 import json
 import sys
 from typing import Any
@@ -19,6 +18,7 @@ from cluster.spec import (
     PoolSpec,
     Resources,
 )
+from cluster.spec_file import keys_of
 from diptych.wire import ADMIN
 from tests.cli.commands import command_of
 from tests.helm.chart import CHART
@@ -63,7 +63,7 @@ def test_the_table_has_a_row_for_every_key() -> None:
 @pytest.mark.parametrize(("kind", "schema"), BLOCKS, ids=lambda each: getattr(each, "__name__", ""))
 def test_the_schema_has_the_keys_of_the_code(kind: Any, schema: dict[str, Any]) -> None:
     assert schema["additionalProperties"] is False
-    assert schema["properties"].keys() == {field.name for field in dataclasses.fields(kind)}
+    assert schema["properties"].keys() == set(keys_of(kind))
 
 
 def test_the_schema_needs_nothing_from_elsewhere() -> None:

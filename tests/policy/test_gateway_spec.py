@@ -47,6 +47,7 @@ def test_classes_and_tenants_are_read() -> None:
         ({"classes": {"x": {"on_miss": "drop"}}}, "gateway.classes.x: on_miss 'drop' is not one of reject, queue"),
         ({"classes": {"x": {"max_queued": -1}}}, "gateway.classes.x: max_queued is -1"),
         ({"classes": {"x": {"priority": "high"}}}, "gateway.classes.x: priority: Expected int, got str"),
+        ({"slo": {"priority": 1}}, "gateway.slo.priority: unknown key; known keys here: ttft_s, tpot_s"),
         ({"classes": {"x": 3}}, "gateway.classes.x: Expected mapping, got int"),
         ({"max_queued": -1}, "gateway: max_queued is -1"),
         ({"admission": "promises"}, "admission 'promises' is not one of none, predictive, slo"),

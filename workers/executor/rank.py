@@ -102,7 +102,7 @@ class Rank:
         self._thread = thread
         self._zeroing = BackgroundTasks()
         self._shard = part.shard or shard_of(part.model.config, ParallelConfig(), 0)
-        self._lender = Lender(part.model, self._shard, pool.blocks, "diptych")
+        self._lender = Lender(part.model, self._shard, pool.blocks)
         self._remote_attend: RemoteAttend | None = None
         self._sampled: dict[str, int | None] = {}  # by the last step, for each sequence; the compute thread's
 

@@ -62,7 +62,7 @@ async def open_rank(
     config: WorkerConfig,
     folder: ModelFolder,
     incarnation: str,
-    shared: SharedMemory | None = None,
+    shared: SharedMemory | None,
     rendezvous: Rendezvous | None = None,
 ) -> Rank:
     """Load the model, allocate its KV and open its transports, off the event loop. Close the rank to free them.

@@ -144,14 +144,13 @@ class RemoteStates:
 class Lender:
     """Attends to blocks of a rank's pool beside the rank's steps. Owned by a Rank.
 
-    What takes longer, or waits for a GPU, runs on a thread of its own. To hand over a decode would take longer than it.
+    Large queries, and all on a GPU, run on a thread of its own. A single decode is faster than the switch to a thread.
     """
 
-    def __init__(self, model: Decoder, shard: ModelShard, blocks: Tensor, name: str) -> None:
+    def __init__(self, model: Decoder, shard: ModelShard, blocks: Tensor) -> None:
         self._model = model
         self._shard = shard
         self._blocks = blocks
-        self._name = name
         self._thread: ThreadPoolExecutor | None = None
         self._is_single = False
 
@@ -166,9 +165,7 @@ class Lender:
                 self._is_single = True
             return work()
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(
-                1, f"{self._name}-lender", initializer=torch.set_num_threads, initargs=(1,)
-            )
+            self._thread = ThreadPoolExecutor(1, "diptych-lender", initializer=torch.set_num_threads, initargs=(1,))
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _checked(self, blocks: tuple[int, ...], query: SpanQuery) -> Callable[[], bytes]:

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, FailFast, GetJsonSchemaHandler, mode
 from cluster.events import Unservable
 from cluster.frontend.http.fields import (
     HARMLESS,
-    OFF,
     STREAM_FIELDS,
     check_off,
     check_supported,
@@ -100,7 +99,7 @@ class BodyPart(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return complete_object(handler.resolve_ref_schema(handler(core)), cls.off, OFF)
+        return complete_object(handler.resolve_ref_schema(handler(core)), cls.off)
 
 
 class StreamOptions(BodyPart):

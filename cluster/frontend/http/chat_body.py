@@ -220,7 +220,7 @@ class TranslatedChat(ChatBody):
         return self._api.client_path(super()._client_name(field))
 
 
-def part_text(where: str, part: Any, types: Collection[str], known: Collection[str] = ()) -> str:
+def part_text(where: str, part: Any, types: Collection[str], known: Collection[str]) -> str:
     """The text of a part of a message. `known`: its other fields. Raises `InvalidRequest`."""
     kind = part.get("type") if isinstance(part, dict) else part
     if not isinstance(part, dict) or kind not in types or not isinstance(part.get("text"), str):

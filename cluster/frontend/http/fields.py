@@ -132,10 +132,10 @@ def complete(
     return schema
 
 
-def complete_object(schema: Schema, off: Collection[str], passing: Collection[object]) -> Schema:
-    """The schema of an object in a body; of the fields `off` only the values `passing` pass."""
+def complete_object(schema: Schema, off: Collection[str]) -> Schema:
+    """The schema of an object in a body; of the fields `off` only the values `OFF` pass."""
     for name in off:
-        schema["properties"][name] = {"enum": list(passing), "description": REFUSED}
+        schema["properties"][name] = {"enum": list(OFF), "description": REFUSED}
     schema["additionalProperties"] = False
     return schema
 

@@ -163,7 +163,7 @@ class LatencyPredictor:
             return 0.0
         return adapter.num_bytes / ADAPTER_BYTES_S
 
-    def ttft_seconds(self, query: PlacementQuery, worker: WorkerView, cached_tokens: int = 0) -> float:
+    def ttft_seconds(self, query: PlacementQuery, worker: WorkerView, cached_tokens: int) -> float:
         """Seconds from now to the first token, if the prompt is computed there."""
         new_tokens = max(1, query.request.num_tokens - cached_tokens)
         waiting_s = self.queue_seconds(query, worker) + self.adapter_seconds(query, worker)
