@@ -1,6 +1,6 @@
 """A request as workers see it: token ids, how to sample, and what comes back.
 
-Knows no text (the gateway encodes and decodes), no device and no clock. Everything but `LateReader` crosses processes.
+Knows no text (the gateway encodes and decodes), no device and no clock. All but `DeferredReader` crosses processes.
 """
 
 import json
@@ -310,7 +310,7 @@ class EngineOutputs(Struct, frozen=True, gc=False):
     stats: WorkerStats
 
 
-class LateSource(Protocol):
+class DeferredSource(Protocol):
     """A worker in the same process that has not reported everything to its readers yet."""
 
     def catch_up(self, with_tokens: bool) -> None:
@@ -326,7 +326,7 @@ class LateSource(Protocol):
         ...
 
 
-class LateReader(Protocol):
+class DeferredReader(Protocol):
     """A subscriber that takes outputs late, in the order of their times.
 
     `reads_cache`: a step that changes the KV event log must be told in time.
@@ -334,17 +334,17 @@ class LateReader(Protocol):
 
     reads_cache: bool
 
-    def attach(self, source: LateSource | None) -> None:
+    def attach(self, source: DeferredSource | None) -> None:
         """From now on there may be something to tell; None: no longer."""
         ...
 
-    def on_late_stats(self, stats: WorkerStats, at_s: float) -> None:
+    def on_deferred_stats(self, stats: WorkerStats, at_s: float) -> None:
         """Statistics that were true at `at_s`, when a step ended."""
         ...
 
-    def on_late_tokens(self, outputs: Sequence[TokensOut]) -> None: ...
+    def on_deferred_tokens(self, outputs: Sequence[TokensOut]) -> None: ...
 
-    def on_late_heartbeat(self) -> None:
+    def on_deferred_heartbeat(self) -> None:
         """The worker lives. What it has to tell waits until it is asked."""
         ...
 

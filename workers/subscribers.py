@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from diptych.clock import now_s
 from workers.errors import WorkerError
 from workers.mailbox import Mailbox
-from workers.request import EngineOutputs, LateReader, Output, Request
+from workers.request import DeferredReader, EngineOutputs, Output, Request
 from workers.stats import WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Subscribers:
         self._left = left
         self._heartbeat_s = heartbeat_s
         self._mailboxes: dict[str, Mailbox] = {}
-        self._late_readers: dict[str, LateReader] = {}  # by subscriber
+        self._deferred_readers: dict[str, DeferredReader] = {}  # by subscriber
         self._num_remote = 0  # in other processes
 
     @property
@@ -57,15 +57,15 @@ class Subscribers:
         if subscriber is not None:  # None: it was cancelled meanwhile
             self._mailboxes[subscriber].put(output)
 
-    def late_reader(self, key: str) -> LateReader | None:
-        return self._late_readers.get(self.routes.get(key, ""))
+    def deferred_reader(self, key: str) -> DeferredReader | None:
+        return self._deferred_readers.get(self.routes.get(key, ""))
 
     async def serve(
         self,
         name: str,
         on_outputs: Callable[[EngineOutputs], object],
         room: Callable[[], Awaitable[object]] | None,
-        late: LateReader | None,
+        deferred: DeferredReader | None,
         beat: Callable[[], object],
     ) -> None:
         """As `Worker.subscribe`. `beat` sends a heartbeat to a subscriber in this process."""
@@ -73,8 +73,8 @@ class Subscribers:
             raise WorkerError(f"{name} subscribed before; choose another name")
         mailbox = self._mailboxes[name] = Mailbox(beat if room is None else None)
         outputs: tuple[Output, ...] = ()
-        if late is not None:
-            self._late_readers[name] = late
+        if deferred is not None:
+            self._deferred_readers[name] = deferred
         self._num_remote += room is not None
         try:
             while True:
@@ -92,7 +92,7 @@ class Subscribers:
         finally:
             mailbox.close()
             self._num_remote -= room is not None
-            self._late_readers.pop(name, None)
+            self._deferred_readers.pop(name, None)
             if self._mailboxes.get(name) is mailbox:
                 self._remove(name)
 

@@ -38,7 +38,7 @@ from workers.engine.step_timing import measure
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
 from workers.kv_events import KVEvents
 from workers.log_fields import log_request
-from workers.request import EngineOutputs, FailedOut, LateReader, Output, Request, Reservation, TicketOut
+from workers.request import DeferredReader, EngineOutputs, FailedOut, Output, Request, Reservation, TicketOut
 from workers.stats import WorkerInfo, WorkerStats
 from workers.subscribers import Subscribers
 from workers.transfer.kv_borrower import KVBorrower
@@ -104,7 +104,7 @@ class Worker:
         )
         loop_time = asyncio.get_running_loop().time
         self._multi_step = MultiStep(
-            self.engine, executor, self._subscribers.late_reader, self._stats, loop_time, heartbeat_s
+            self.engine, executor, self._subscribers.deferred_reader, self._stats, loop_time, heartbeat_s
         )
         self._engine_loop = EngineLoop(self.engine, executor, self._deliver, loop_time, self._multi_step)
         self._lender = KVLender(config, self.engine, executor, self._kv_fetcher, self._ticket, self._changed)
@@ -346,23 +346,23 @@ class Worker:
         subscriber: str,
         on_outputs: Callable[[EngineOutputs], object],
         room: Callable[[], Awaitable[object]] | None = None,
-        late: LateReader | None = None,
+        deferred: DeferredReader | None = None,
     ) -> None:
         """Send the outputs of this subscriber's requests, at most one message a step, and heartbeats between them.
 
         Runs until it is cancelled or the worker ends, and ends the requests. `room` returns when another message may be
-        sent; meanwhile outputs are merged. `late` gets the tokens of steps that run as one. Raises `WorkerError` for a
-        name in use, or when there was no room for `SUBSCRIBER_TIMEOUT_S`, and the errors of all calls.
+        sent; meanwhile outputs are merged. `deferred` gets the tokens of steps that run as one. Raises `WorkerError`
+        for a name in use, or when there was no room for `SUBSCRIBER_TIMEOUT_S`, and the errors of all calls.
         """
         self._require_open()
 
         def beat() -> None:
-            if late is not None and self._multi_step.reports_to(late):  # the steps are its heartbeat
-                late.on_late_heartbeat()
+            if deferred is not None and self._multi_step.reports_to(deferred):  # the steps are its heartbeat
+                deferred.on_deferred_heartbeat()
             else:
                 on_outputs(EngineOutputs((), self._stats()))
 
-        await self._subscribers.serve(subscriber, on_outputs, room, late, beat)
+        await self._subscribers.serve(subscriber, on_outputs, room, deferred, beat)
 
     async def connect(self, peer: PeerAddress) -> LinkReport:
         """Preflight: connect to an owner, move one real block with its digest, measure. Errors: `TransferError`."""
@@ -457,7 +457,7 @@ class Worker:
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Put the engine's outputs into mailboxes, wake the readers of leases, and grant reservations."""
-        outputs = self._multi_step.with_late(outputs)
+        outputs = self._multi_step.with_deferred(outputs)
         for each in outputs:
             output: Output = TicketOut(each.key, self._ticket(each)) if isinstance(each, Lease) else each
             if isinstance(output, FailedOut) and output.key in self._warming:

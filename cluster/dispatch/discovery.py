@@ -30,7 +30,7 @@ from cluster.spec import ClusterSpec, Role
 from diptych.background_tasks import BackgroundTasks
 from diptych.view import Adapter, ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
 from workers.errors import WorkerError
-from workers.request import LateSource
+from workers.request import DeferredSource
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class WorkerDiscovery:
         self.adapters: dict[str, Adapter] = {}  # of the membership, by name
         self._seen: dict[str, WorkerView] = {}  # the routing view's workers
         self._sent: dict[str, SentWork] = {}
-        self._late: dict[str, LateSource] = {}  # by worker, those that `catch_up` asks
+        self._deferred: dict[str, DeferredSource] = {}  # by worker, those that `catch_up` asks
         self._stale: set[str] = set()  # workers that changed since the last routing view
         self._routing_view: ClusterView | None = None  # None: other parts changed
         self._lending = Lending(spec)
@@ -169,7 +169,7 @@ class WorkerDiscovery:
 
     def catch_up(self, *, with_tokens: bool = False) -> None:
         """Take the statistics, and perhaps the tokens, that workers in this process have not reported yet."""
-        for source in tuple(self._late.values()):
+        for source in tuple(self._deferred.values()):
             source.catch_up(with_tokens)
 
     async def audit(self) -> ClusterView:
@@ -262,7 +262,7 @@ class WorkerDiscovery:
             subscriber=f"{self._name}-{uuid.uuid4().hex[:12]}",
             silence_s=self._spec.health.dead_after_s,
             sent=self._sent,
-            late=self._late,
+            deferred=self._deferred,
             touched=partial(self._stale.add, view.name),
             changed=self._notify,
             cache=reader,

@@ -19,7 +19,7 @@ from cluster.runtime.runtime_errors import WorkerGone
 from diptych.view import WorkerState, WorkerView
 from diptych.watchdog import Watchdog
 from workers.errors import WorkerError
-from workers.request import EngineOutputs, LateSource, Output, TokensOut
+from workers.request import DeferredSource, EngineOutputs, Output, TokensOut
 from workers.stats import WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ OnMessage = Callable[[Message], None]
 class WorkerClient:
     """Owned by a WorkerDiscovery. `changed` is called when the worker first answers, and when it is lost; `touched`
     also for statistics, whenever `seen` changes. `sent`: the work sent to each worker since its latest statistics.
-    `late`: what workers may have to tell late, by name.
+    `deferred`: what workers may have to tell late, by name.
 
     `cache` reads the worker's cache events. It is closed, and `handle` disconnected, with the client. `kv_dtype`: of
     the worker's pool.
@@ -53,7 +53,7 @@ class WorkerClient:
         subscriber: str,
         silence_s: float,
         sent: dict[str, SentWork],
-        late: dict[str, LateSource],
+        deferred: dict[str, DeferredSource],
         touched: Callable[[], None],
         changed: Callable[[], None],
         cache: KVEventReader | None,
@@ -67,7 +67,7 @@ class WorkerClient:
         self.has_answered = False
         self.stats: WorkerStats = view.stats
         self._sent = sent
-        self._late = late
+        self._deferred = deferred
         self.lost: str | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.callers: set[asyncio.Task[Any]] = set()  # they wait for the worker; cancelled when it is lost
@@ -77,7 +77,7 @@ class WorkerClient:
         self._cache = cache
         self.reads_cache = cache is not None
         self._handlers: dict[str, OnMessage] = {}
-        self._source: LateSource | None = None
+        self._source: DeferredSource | None = None
         self._loop = asyncio.get_running_loop()
         self.last_outputs_s = self._loop.time()
         self._silence = Watchdog(silence_s, self._on_silence, shares_ticks=True)
@@ -115,13 +115,13 @@ class WorkerClient:
 
     # ---- late outputs ------------------------------------------------------------------------------------------
 
-    def attach(self, source: LateSource | None) -> None:
+    def attach(self, source: DeferredSource | None) -> None:
         if self.lost is None:
             self._source = source
             if source is None:
-                del self._late[self.name]
+                del self._deferred[self.name]
             else:
-                self._late[self.name] = source
+                self._deferred[self.name] = source
 
     def catch_up(self, *, with_tokens: bool = True) -> None:
         """Take what a worker in this process has not reported yet, up to now: statistics, and perhaps tokens."""
@@ -137,18 +137,18 @@ class WorkerClient:
         """How many tokens of this sequence its worker has sampled but not reported yet."""
         return 0 if self._source is None else self._source.num_unreported(key)
 
-    def on_late_stats(self, stats: WorkerStats, at_s: float) -> None:
+    def on_deferred_stats(self, stats: WorkerStats, at_s: float) -> None:
         if self.lost is None:
             self._heard(stats, at_s)
 
-    def on_late_tokens(self, outputs: Sequence[TokensOut]) -> None:
+    def on_deferred_tokens(self, outputs: Sequence[TokensOut]) -> None:
         if self.lost is None:
             try:
                 self._route(outputs)
             except Exception as error:
                 self._failed(error)
 
-    def on_late_heartbeat(self) -> None:
+    def on_deferred_heartbeat(self) -> None:
         self._silence.reset()
 
     async def close(self) -> None:
@@ -161,7 +161,7 @@ class WorkerClient:
 
     async def _listen(self) -> None:
         try:
-            await self.handle.subscribe(self.subscriber, self._on_outputs, late=self)
+            await self.handle.subscribe(self.subscriber, self._on_outputs, deferred=self)
         except (WorkerGone, WorkerError) as error:
             self.give_up(f"{type(error).__name__}: {error}")
         except Exception as error:

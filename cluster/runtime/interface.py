@@ -13,7 +13,7 @@ from diptych.shapes import Shape, Timings
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.config import WorkerConfig
 from workers.kv_events import KVEvents
-from workers.request import EngineOutputs, LateReader, Request, Reservation
+from workers.request import DeferredReader, EngineOutputs, Request, Reservation
 from workers.stats import WorkerInfo
 
 
@@ -52,7 +52,7 @@ class WorkerStub(Protocol):
     async def cancel(self, key: str) -> None: ...
     async def holds(self, key: str) -> bool: ...
     async def subscribe(
-        self, subscriber: str, on_outputs: Callable[[EngineOutputs], object], *, late: LateReader | None = None
+        self, subscriber: str, on_outputs: Callable[[EngineOutputs], object], *, deferred: DeferredReader | None = None
     ) -> None: ...
     async def check(self) -> None: ...
     async def measure(self, shape: Shape, repeats: int) -> Timings: ...

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
 from kvtransfer.errors import TransferError
-from workers.request import EngineOutputs, LateReader
+from workers.request import DeferredReader, EngineOutputs
 from workers.rpc import CONNECT_S, METHODS, WorkerConnection
 
 CALL_TIMEOUT_S = 10.0
@@ -56,7 +56,7 @@ class RpcStub:
             await opening.result().close()
 
     async def subscribe(
-        self, subscriber: str, on_outputs: Callable[[EngineOutputs], object], *, late: LateReader | None = None
+        self, subscriber: str, on_outputs: Callable[[EngineOutputs], object], *, deferred: DeferredReader | None = None
     ) -> None:
         """Once for each stub. The caller watches for silence: this call has no timeout."""
         self._on_outputs = on_outputs

@@ -131,7 +131,7 @@ async def test_blocks_come_back_when_there_is_room(
     async with cluster(small(model)) as subject:
         running = await subject.begin(asked("long"), 5)
         owner = borrower(subject)
-        moves = owner.engine._kv.moves
+        moves = owner.engine._kv.borrowed
         async with asyncio.timeout(20.0):
             while len(list(moves.remote())) < 2:
                 await asyncio.sleep(0.001)
@@ -295,7 +295,7 @@ async def test_a_loan_whose_borrower_is_gone_expires(model: Path) -> None:
         stopped = borrower(subject)
         assert stopped._borrower._renewal is not None
         stopped._borrower._renewal.cancel()
-        stopped.engine.moves.take_repaid = list  # gives nothing back
+        stopped.engine.borrowed.take_repaid = list  # gives nothing back
         running.cancel()
         await asyncio.wait([running])
         await subject.settle(timeout_s=2 * subject.workers["mixed-0"].config.transfer.lease_s + 2.0)

@@ -142,7 +142,7 @@ def test_a_gateway_that_was_silent_too_long_gets_an_error(monkeypatch: pytest.Mo
     """A stopped process: the worker ends what it had, and the gateway, once it goes on, learns that and recovers."""
     has_room, subscribe = asyncio.Event(), Worker.subscribe
 
-    async def with_room(self: Worker, subscriber: str, on_outputs, late=None):
+    async def with_room(self: Worker, subscriber: str, on_outputs, deferred=None):
         await subscribe(self, subscriber, on_outputs, has_room.wait)
 
     async def scene() -> None:

@@ -44,7 +44,7 @@ def test_what_changes_an_engine_catches_up() -> None:
 
 
 def test_what_changes_through_a_part_of_an_engine_catches_up() -> None:
-    parts = {"pool", "leases", "loans", "moves", "prefix_fetches", "sequences", "reservations"}
+    parts = {"pool", "leases", "loans", "borrowed", "prefix_fetches", "sequences", "reservations"}
     getters = {name: value.fget for name, value in vars(Engine).items() if isinstance(value, property)}
     assert all(hasattr(getters[name], "__wrapped__") for name in parts)
     assert not hasattr(getters["has_work"], "__wrapped__")

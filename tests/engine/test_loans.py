@@ -69,8 +69,8 @@ class Town:
         self.now_s += 0.5
         self.device.now_s = self.now_s
         has_computed = self._compute(self.borrower, self.device)
-        self.moves += [(each, self.patience) for each in self.borrower.moves.take_due()]
-        for wanted in self.borrower.moves.take_returns():
+        self.moves += [(each, self.patience) for each in self.borrower.borrowed.take_due()]
+        for wanted in self.borrower.borrowed.take_returns():
             self._offer(wanted)
         due = [move for move, wait in self.moves if not wait]
         waiting = [(move, wait - 1) for move, wait in self.moves if wait]
@@ -81,12 +81,12 @@ class Town:
                 self._move(move)
             else:
                 self._return(*move)
-        for span in self.borrower.moves.take_repaid():
+        for span in self.borrower.borrowed.take_repaid():
             self.lenders[span.lender].loans.repay(span.loan)
         for name, (lender, device) in self.device.lenders.items():
             has_computed |= self._compute(lender, device)
             held = [span.loan for span in self.borrower.remote() if span.lender == name]
-            self.borrower.moves.recalled(name, lender.loans.renew(held, self.now_s))
+            self.borrower.borrowed.recalled(name, lender.loans.renew(held, self.now_s))
         for each in (self.borrower, *self.lenders.values()):
             each.expire(self.now_s)
             each.check()
@@ -128,12 +128,12 @@ class Town:
             tokens = self.device.tokens(move.key)[first : first + move.count * BLOCK]
             self.device.lenders[name][1].fill(blocks, tuple(tokens))
             lender.loans.filled(loan, self.now_s, arrived=True)
-            if not self.borrower.moves.moved(move, RemoteKV(name, loan, held + move.count)):
+            if not self.borrower.borrowed.moved(move, RemoteKV(name, loan, held + move.count)):
                 lender.loans.repay(loan)
             self.num_moves += 1
             if self.move_s:
-                self.borrower.moves.learn_move(self.move_s * move.count, move.count)
-                self.borrower.moves.learn_wait(1.0)
+                self.borrower.borrowed.learn_move(self.move_s * move.count, move.count)
+                self.borrower.borrowed.learn_wait(1.0)
             return
         self.borrower.sequences.move_failed(move, "no worker lends blocks")
 
@@ -144,14 +144,14 @@ class Town:
             blocks = lender.loans.ready(span.loan, span.num_blocks, self.now_s)
             lease = lender.leases.offer_held(f"loan:{span.loan}", blocks, self.now_s)
         except LeaseLost:
-            return self.borrower.moves.not_returned(wanted)
+            return self.borrower.borrowed.not_returned(wanted)
         self.moves.append(((wanted, lease), self.patience))
 
     def _return(self, wanted: SpanReturn, lease: Lease) -> None:
         lender, source = self.device.lenders[wanted.span.lender]
         if wanted.blocks:
             self.device.copy(source, lease.blocks, wanted.blocks)
-            self.num_back += self.borrower.moves.returned(wanted, None)
+            self.num_back += self.borrower.borrowed.returned(wanted, None)
             self.blocks_back += len(wanted.blocks)
             lender.leases.drop(lease.key)
             return
@@ -164,13 +164,13 @@ class Town:
                 continue
             target.copy(source, lease.blocks, blocks)
             other.loans.filled(loan, self.now_s, arrived=True)
-            if self.borrower.moves.returned(wanted, RemoteKV(name, loan, wanted.span.num_blocks)):
+            if self.borrower.borrowed.returned(wanted, RemoteKV(name, loan, wanted.span.num_blocks)):
                 self.num_returns += 1
             else:
                 other.loans.repay(loan)
             break
         else:
-            self.borrower.moves.not_returned(wanted)
+            self.borrower.borrowed.not_returned(wanted)
         lender.leases.drop(lease.key)
 
 

@@ -35,10 +35,10 @@ class Step(Protocol):
         Sequence, ...
     ]  # running, their newest tokens to compute (one, and what a grammar forces behind it), longest wait first
     unfinished: tuple[Sequence, ...]  # running, with prompt tokens still to order, oldest first
-    beside: list[Sequence]  # decodes that other steps compute meanwhile
+    inflight_decodes: list[Sequence]  # decodes that other steps compute meanwhile
     now_s: float  # when the step begins
-    left: int  # tokens of the budget not taken yet
-    share: int  # prompt tokens not taken yet of those that keep other stages waiting least; one stage: no bound
+    budget_left: int  # tokens of the budget not taken yet
+    prompt_share: int  # prompt tokens not taken yet of those that keep other stages waiting least; one stage: no bound
 
     @property
     def has_waiting(self) -> bool:
@@ -80,8 +80,12 @@ def _whole_prompts(step: Step) -> int:
 
     The first may be longer than the budget: a prompt that is never cut must run some time.
     """
+
+    def fits(tokens: int) -> bool:
+        return tokens <= min(step.budget_left, step.prompt_share)
+
     count = sum(step.chunk(sequence) > 0 for sequence in step.unfinished)
-    while sequence := step.admit((lambda tokens: tokens <= min(step.left, step.share)) if count else None):
+    while sequence := step.admit(fits if count else None):
         count += step.chunk(sequence) > 0
     return count
 
@@ -102,7 +106,7 @@ class Static:
             if sequence in self._batch:
                 step.decode(sequence)
         for sequence in prompts:
-            if sequence in self._batch and step.share > 0:
+            if sequence in self._batch and step.prompt_share > 0:
                 step.chunk(sequence)
 
 
@@ -141,12 +145,12 @@ class Chunked:
         decoding = [sequence for sequence in step.decodable if step.decode(sequence)]
         if not step.unfinished and not step.has_waiting:
             return
-        bound_s = self._bound_s([*decoding, *step.beside], step.now_s)
+        bound_s = self._bound_s([*decoding, *step.inflight_decodes], step.now_s)
         context_tokens = sum(len(sequence.tokens) for sequence in decoding)
         cost = step.cost
         chunks: list[tuple[int, int]] = []
         for sequence in chain(step.unfinished, iter(step.admit, None)):
-            most = min(step.left, step.share)
+            most = min(step.budget_left, step.prompt_share)
             first = sequence.num_scheduled
             within = sys.maxsize
             if bound_s is not None:
@@ -160,7 +164,7 @@ class Chunked:
                     most = min(most, within)
             if count := step.chunk(sequence, most):
                 chunks.append((count, first))
-            if min(step.left, step.share) <= 0 or count >= within:
+            if min(step.budget_left, step.prompt_share) <= 0 or count >= within:
                 return
 
     def _bound_s(self, decoding: list[Sequence], now_s: float) -> float | None:
@@ -201,7 +205,7 @@ class Adaptive(Chunked):
         self._can_catch_up = False
 
     def fill_step(self, step: Step) -> None:
-        if not step.decodable and not step.beside:
+        if not step.decodable and not step.inflight_decodes:
             self._fill_prompts(step)
             return
         new = [sequence for sequence in step.decodable if self._is_new(sequence)]
@@ -243,7 +247,7 @@ class Adaptive(Chunked):
     def _is_new(self, sequence: Sequence) -> bool:
         """Whether its KV came from another worker and these are its first steps here."""
         came = sequence.ready_s is not None and sequence.first_token_s is None
-        return came and len(sequence.tokens) - sequence.num_given <= self.CATCH_UP_STEPS
+        return came and len(sequence.tokens) - sequence.num_initial_tokens <= self.CATCH_UP_STEPS
 
     def _count_arrivals(self, new: list[Sequence], now_s: float) -> None:
         ready_s = (sequence.ready_s for sequence in new if sequence.ready_s is not None)
@@ -265,7 +269,7 @@ class Adaptive(Chunked):
 
     @staticmethod
     def _room(step: Step) -> int:
-        return min(step.left, step.share)
+        return min(step.budget_left, step.prompt_share)
 
 
 class PrefillOnly:
@@ -274,8 +278,8 @@ class PrefillOnly:
     def fill_step(self, step: Step) -> None:
         prompts = chain(step.unfinished, iter(step.admit, None))
         computed = 0
-        while step.left > 0 and (sequence := next(prompts, None)) is not None:
-            computed += step.chunk(sequence, step.left)
+        while step.budget_left > 0 and (sequence := next(prompts, None)) is not None:
+            computed += step.chunk(sequence, step.budget_left)
         if not computed:
             for sequence in step.decodable:
                 step.decode(sequence)

@@ -29,7 +29,7 @@ class BlockMove:
     last: RemoteKV | None = None  # the newest of the sequence's blocks elsewhere, whose lender can take these too
 
 
-class Moves:
+class BorrowedBlocks:
     """Which blocks of this worker's sequences should move, to lenders or back. Owned by an Engine.
 
     `low`: blocks; with fewer free ones, sequences that borrow move a part of their full blocks. If no lender takes
@@ -179,7 +179,7 @@ class Moves:
                 continue
             span = sequence.remote[-1]
             room = self._pool.num_free - self._growth(sequence) - self._low
-            since = sequence.num_computed - max(sequence.moved_at, sequence.num_given)  # a prompt waits once
+            since = sequence.num_computed - max(sequence.moved_at, sequence.num_initial_tokens)  # a prompt waits once
             if span.num_blocks <= room and self._pays(span.num_blocks, since, sequence.max_remaining_tokens):
                 self._return(sequence, span, here=True)
 

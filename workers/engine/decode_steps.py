@@ -29,7 +29,11 @@ def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int, *, 
         told = each.first_token_s is not None or each.decode_called_s is not None
         if each.finish_pending or each.hold or each.borrows or each.in_flight != 1 or not (begun and told):
             return 0
-        if each.num_ordered != 1 or each.num_scheduled != len(each.tokens) or len(each.tokens) <= each.num_given:
+        if (
+            each.num_inflight_tokens != 1
+            or each.num_scheduled != len(each.tokens)
+            or len(each.tokens) <= each.num_initial_tokens
+        ):
             return 0
         if sampling.stop_token_ids or sampling.grammar is not None or sampling.logprobs is not None:
             return 0
@@ -137,7 +141,7 @@ class DecodeSteps:
         """
         self._estimate.learn_decodes(len(self.sequences), self._context_tokens, (seconds,))
         for each in self.sequences:
-            each.num_ordered -= 1
+            each.num_inflight_tokens -= 1
             each.num_computed += 1
             if not each.finish_pending:
                 self._kv.cache_blocks(each)

@@ -16,7 +16,7 @@ from workers.config import EngineConfig, TransferConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.block_store import BlockStore
 from workers.engine.blocks import BlockPool, block_hashes
-from workers.engine.borrowing import Moves
+from workers.engine.borrowing import BorrowedBlocks
 from workers.engine.catching_up import catches_up, unaffected
 from workers.engine.decode_steps import DecodeSteps, num_decode_steps
 from workers.engine.engine_stats import EngineStats
@@ -121,9 +121,9 @@ class Engine:
         return self._loans
 
     @property
-    def moves(self) -> Moves:
+    def borrowed(self) -> BorrowedBlocks:
         """Of blocks to and from lenders."""
-        return self._kv.moves
+        return self._kv.borrowed
 
     @property
     def prefix_fetches(self) -> PrefixFetches:
@@ -162,7 +162,7 @@ class Engine:
             sequence.hash_tokens(self._pool.block_size)
             self._pool.host.pins.renew(sequence.block_hashes, now_s)
         if borrows:
-            self._kv.moves.add(sequence)
+            self._kv.borrowed.add(sequence)
         else:
             self._prefetcher.begin(sequence, now_s)
             if self._scheduler.num_in_flight:  # it has to wait, and else its turn decides where to begin
@@ -196,7 +196,7 @@ class Engine:
         """
         if ahead and not self._scheduler.runs_ahead:
             return None
-        self._kv.moves.start(is_short=bool(self._scheduler.queues.waiting))
+        self._kv.borrowed.start(is_short=bool(self._scheduler.queues.waiting))
         self._prefetcher.schedule(now_s)
         missing = self._kv.take_missing()  # for reservations
         step = self._scheduler.schedule(now_s, ahead=ahead)
@@ -217,13 +217,13 @@ class Engine:
 
     def _without_sequences(self) -> StepPlan | None:
         """A step for readers of offered blocks and for pins; None: there is nothing to restore, digest or save."""
-        moves = StepCopies()
-        self._kv.tier.save_pinned(moves)
-        digests = self._leases.offered(self._scheduler.steps + 1, self._digests_a_step, moves)
-        if not digests and not moves.swap_in and not moves.leaving:
+        copies = StepCopies()
+        self._kv.tier.save_pinned(copies)
+        digests = self._leases.offered(self._scheduler.steps + 1, self._digests_a_step, copies)
+        if not digests and not copies.swap_in and not copies.leaving:
             return None
-        self._scheduler.launch(moves)
-        return moves.plan(self._scheduler.steps, (), digests)
+        self._scheduler.launch(copies)
+        return copies.plan(self._scheduler.steps, (), digests)
 
     @property
     @unaffected
@@ -255,7 +255,7 @@ class Engine:
         for sequence in touched:
             if sequence.finish_pending and not sequence.in_flight:
                 self._sequences.end(sequence)
-        self._kv.moves.settle()
+        self._kv.borrowed.settle()
 
     # ---- decode steps that run as one ----------------------------------------------------------------------------
 
@@ -298,12 +298,12 @@ class Engine:
         self._catch_up = None
         return self._scheduler.steps
 
-    def commit_decodes(self, decodes: DecodeSteps, result: StepResult, now_s: float, *, late: bool) -> None:
-        """`commit` of the last one. `late`: without outputs for sequences that go on."""
+    def commit_decodes(self, decodes: DecodeSteps, result: StepResult, now_s: float, *, deferred: bool) -> None:
+        """`commit` of the last one. `deferred`: without outputs for sequences that go on."""
         self._assert_oldest(result.number)
         self._stats.took((result.seconds,))
         touched = self._scheduler.commit_copies()
-        self._sequences.process_decodes(decodes.commit_last(result.seconds), now_s, late=late)
+        self._sequences.process_decodes(decodes.commit_last(result.seconds), now_s, deferred=deferred)
         self._kv.tier.take_saved()  # none
         self._leases.advance_offers(result.number, {}, ())
         self._end_pending(touched)
@@ -367,7 +367,7 @@ class Engine:
     @unaffected
     def remote(self) -> Iterator[RemoteKV]:
         """The blocks that lenders hold."""
-        return self._kv.moves.remote()
+        return self._kv.borrowed.remote()
 
     @property
     @unaffected
@@ -401,7 +401,7 @@ class Engine:
                 *self._scheduler.leaving(),
                 *(x.blocks for x in self._leases),
                 *(x.blocks for x in self._loans),
-                *(x.blocks for x in self._kv.moves.returning()),
+                *(x.blocks for x in self._kv.borrowed.returning()),
                 *(x.held for x in self._prefix_fetches),
             ]
         )

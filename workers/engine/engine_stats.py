@@ -108,7 +108,7 @@ class EngineStats:
             preemptions=queues.preemptions,
             expired_leases=self._leases.expired,
             lent_blocks=self._loans.num_blocks,
-            borrowed_blocks=sum(each.num_blocks for each in self._scheduler.kv.moves.remote()),
+            borrowed_blocks=sum(each.num_blocks for each in self._scheduler.kv.borrowed.remote()),
             expired_loans=self._loans.expired,
             cache_number=self._pool.log.number,
             sought_tokens=hits.sought_tokens,

@@ -30,13 +30,18 @@ class StepCopies:
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    within_pool: list[tuple[int, int]] = field(default_factory=list)
     leaving: list[int] = field(default_factory=list)
     evicted: list[Cached] = field(default_factory=list)
     saving: list[int] = field(default_factory=list)
     restored: list[tuple[Sequence, int]] = field(default_factory=list)
     saved: list[tuple[bytes, int]] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
+
+    @property
+    def use_blocks(self) -> bool:
+        """Whether blocks are in use until the step has ended."""
+        return bool(self.leaving or self.saving or self.held or self.swap_out or self.swap_in)
 
     def restore(self, pool: BlockPool, host_block: int, block: int) -> None:
         """Restore a block, and hold both until the step has ended."""
@@ -49,11 +54,11 @@ class StepCopies:
     def plan(self, number: int, chunks: Items[Chunk], digests: Iterable[tuple[int, int]]) -> StepPlan:
         """A step with these copies. A block that two held prompts share is digested once."""
         once = tuple(dict.fromkeys(digests))
-        return StepPlan(number, tuple(chunks), once, tuple(self.swap_out), tuple(self.swap_in), tuple(self.copies))
+        return StepPlan(number, tuple(chunks), once, tuple(self.swap_out), tuple(self.swap_in), tuple(self.within_pool))
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy blocks in this step, and free the sources when it has ended."""
-        self.copies += zip(sources, targets, strict=True)
+        self.within_pool += zip(sources, targets, strict=True)
         self.leaving += sources
 
 
@@ -82,7 +87,7 @@ class HostTier:
             dropped_blocks=self._num_dropped,
         )
 
-    def restore(self, sequence: Sequence, moves: StepCopies) -> None:
+    def restore(self, sequence: Sequence, copies: StepCopies) -> None:
         """Restore what follows the sequence's scheduled tokens, if that is cheaper than computing it.
 
         It already has its blocks. At least one token is left to compute, and all of them for prompt log probabilities.
@@ -95,10 +100,10 @@ class HostTier:
         end = first + len(kept) * size
         if not kept or not self._is_cheaper(len(kept), num_tokens, first, end):
             return
-        moves.swap_in += zip(kept, sequence.blocks[index : index + len(kept)], strict=True)
-        self._hold(kept, moves)
-        moves.restored.append((sequence, end - first))
-        sequence.num_ordered += end - first
+        copies.swap_in += zip(kept, sequence.blocks[index : index + len(kept)], strict=True)
+        self._hold(kept, copies)
+        copies.restored.append((sequence, end - first))
+        sequence.num_inflight_tokens += end - first
         sequence.cached_tokens += end - first
 
     def _is_cheaper(self, num_blocks: int, num_tokens: int, first: int, end: int) -> bool:
@@ -112,31 +117,31 @@ class HostTier:
         cost, count = self._estimate.cost, self._step_blocks
         return cost.swap_seconds(count * self._pool.block_bytes) < cost.prefill_seconds(count * self._pool.block_size)
 
-    def save(self, moves: StepCopies) -> None:
+    def save(self, copies: StepCopies) -> None:
         """Save what this step evicts and, where there is room, what transfers may evict without a step; then pins."""
         host = self._pool.host
         if not host.num_blocks:
             return
-        going = moves.evicted
+        going = copies.evicted
         if self._is_worth_saving():
             most = min(self._step_blocks, self._pool.num_free // 2)
             ahead = self._pool.hold_oldest(most, AHEAD * self._step_blocks)
-            moves.saving += [each.block for each in ahead]
+            copies.saving += [each.block for each in ahead]
             going = [*going, *ahead]
         else:
             going = [each for each in going if each.block_hash in host.pins]
-            self._num_dropped += len(moves.evicted) - len(going)
-        self._save(going, moves)
-        self.save_pinned(moves)
+            self._num_dropped += len(copies.evicted) - len(going)
+        self._save(going, copies)
+        self.save_pinned(copies)
 
-    def save_pinned(self, moves: StepCopies) -> None:
+    def save_pinned(self, copies: StepCopies) -> None:
         """Save what is pinned and on the device, as many blocks as a step may fill."""
         held = self._pool.hold_unsaved(self._step_blocks)
-        moves.leaving += [each.block for each in held]
-        self._save(held, moves)
+        copies.leaving += [each.block for each in held]
+        self._save(held, copies)
 
-    def _save(self, going: list[Cached], moves: StepCopies) -> None:
-        host, busy = self._pool.host, {block for block, _ in moves.swap_in}
+    def _save(self, going: list[Cached], copies: StepCopies) -> None:
+        host, busy = self._pool.host, {block for block, _ in copies.swap_in}
         for each in going:
             if each.block_hash in host:
                 continue
@@ -144,28 +149,28 @@ class HostTier:
             if target is None:
                 self._num_dropped += 1
                 continue
-            moves.swap_out.append((each.block, target))
-            moves.saved.append((each.block_hash, target))
-            self._hold([target], moves)
+            copies.swap_out.append((each.block, target))
+            copies.saved.append((each.block_hash, target))
+            self._hold([target], copies)
 
-    def _hold(self, blocks: list[int], moves: StepCopies) -> None:
+    def _hold(self, blocks: list[int], copies: StepCopies) -> None:
         for block in blocks:
             self._pool.host.hold(block)
-        moves.held += blocks
+        copies.held += blocks
 
     def take_saved(self) -> list[tuple[bytes, int]]:
         """(block hash, host block) of what ended steps have saved since the last call."""
         saved, self._saved = self._saved, []
         return saved
 
-    def commit_copies(self, moves: StepCopies) -> None:
+    def commit_copies(self, copies: StepCopies) -> None:
         """The step has ended."""
-        self._pool.free_oldest(moves.saving)
-        for block in moves.held:
+        self._pool.free_oldest(copies.saving)
+        for block in copies.held:
             self._pool.host.release(block)
-        self._saved += moves.saved
-        self._num_saved += len(moves.saved)
-        self._num_restored += len(moves.held) - len(moves.saved)
-        for sequence, num_tokens in moves.restored:
+        self._saved += copies.saved
+        self._num_saved += len(copies.saved)
+        self._num_restored += len(copies.held) - len(copies.saved)
+        for sequence, num_tokens in copies.restored:
             sequence.num_computed += num_tokens
-            sequence.num_ordered -= num_tokens
+            sequence.num_inflight_tokens -= num_tokens

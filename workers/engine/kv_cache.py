@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool, extend_hashes, tail_hash
-from workers.engine.borrowing import Moves
+from workers.engine.borrowing import BorrowedBlocks
 from workers.engine.cache_hits import DEVICE, FETCHED
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import HostTier, StepCopies
@@ -39,7 +39,7 @@ class KVCacheManager:
     ) -> None:
         self._step_blocks = -(-config.max_batch_tokens // config.block_size)
         self.tier = HostTier(pool, estimate, self._step_blocks)
-        self.moves = Moves(pool, min(2 * self._step_blocks, pool.num_blocks // 2))
+        self.borrowed = BorrowedBlocks(pool, min(2 * self._step_blocks, pool.num_blocks // 2))
         self.block_size = pool.block_size
         self._pool = pool
         self._estimate = estimate
@@ -92,7 +92,7 @@ class KVCacheManager:
 
     # ---- a sequence comes --------------------------------------------------------------------------------------
 
-    def place(self, sequence: Sequence, moves: StepCopies) -> bool:
+    def place(self, sequence: Sequence, copies: StepCopies) -> bool:
         """Blocks for all tokens the sequence has, known prefixes shared. False: they are not free.
 
         A shared tail is copied at once: a lease of these blocks must name the one that will be written.
@@ -107,11 +107,11 @@ class KVCacheManager:
             num_kept = len(shared) - len(tail)
             num_blocks = -(-len(sequence.tokens) // size) - num_kept
             if sequence.borrows:  # with less than a span it can move none, and would lose all again to older ones
-                least = max(self._step_blocks, self.moves.span + self._step_blocks - num_kept)
+                least = max(self._step_blocks, self.borrowed.span + self._step_blocks - num_kept)
                 num_blocks = min(num_blocks, least, self._pool.num_blocks - num_kept)
             if self.fits(sequence, held=num_kept, wanted=num_blocks):
-                sequence.blocks = shared[:num_kept] + self._pool.allocate(num_blocks, moves.evicted)
-                moves.copy(tail, sequence.blocks[num_kept:][: len(tail)])
+                sequence.blocks = shared[:num_kept] + self._pool.allocate(num_blocks, copies.evicted)
+                copies.copy(tail, sequence.blocks[num_kept:][: len(tail)])
                 sequence.num_computed = sequence.cached_tokens = computed
                 sequence.num_cached_blocks = computed // size
                 fetched = size * self._pool.use_fetched(shared)
@@ -119,25 +119,25 @@ class KVCacheManager:
                 self._pool.hits.looked_up(len(sequence.tokens), ())
                 self._count(sequence, {DEVICE: computed - fetched, FETCHED: fetched}, 0)
                 if not tail and not sequence.borrows:
-                    self.restore(sequence, moves)
+                    self.restore(sequence, copies)
                 return True
             self._pool.free(shared)
         return False
 
-    def restore(self, sequence: Sequence, moves: StepCopies) -> None:
+    def restore(self, sequence: Sequence, copies: StepCopies) -> None:
         """Take what the device has behind a prompt's scheduled tokens, and restore what host memory has behind that, if
         it is cheaper than computing it.
         """
-        self._copy_known(sequence, moves)
+        self._copy_known(sequence, copies)
         size, first = self._pool.block_size, sequence.num_scheduled
-        self.tier.restore(sequence, moves)
+        self.tier.restore(sequence, copies)
         if sequence.num_scheduled == first:
             return
         restored = range(first // size, sequence.num_scheduled // size)
         found = Counter(sequence.from_stores.pop(place, Tier.HOST).value for place in restored)
         self._count(sequence, {source: size * count for source, count in found.items()}, first)
 
-    def _copy_known(self, sequence: Sequence, moves: StepCopies) -> None:
+    def _copy_known(self, sequence: Sequence, copies: StepCopies) -> None:
         """Into its own blocks, which a lease may name."""
         size, first = self._pool.block_size, sequence.num_scheduled
         if first % size or sequence.wants_prompt_rows:
@@ -148,9 +148,9 @@ class KVCacheManager:
             return
         num_tokens = len(known) * size
         fetched = size * self._pool.use_fetched(known)
-        moves.copy(known, sequence.blocks[index : index + len(known)])
-        moves.restored.append((sequence, num_tokens))
-        sequence.num_ordered += num_tokens
+        copies.copy(known, sequence.blocks[index : index + len(known)])
+        copies.restored.append((sequence, num_tokens))
+        sequence.num_inflight_tokens += num_tokens
         sequence.cached_tokens += num_tokens
         self._count(sequence, {DEVICE: num_tokens - fetched, FETCHED: fetched}, first)
 
@@ -207,12 +207,12 @@ class KVCacheManager:
             sequence.blocks[index], owners=1 + sequence.leased
         )
 
-    def make_writable(self, sequence: Sequence, moves: StepCopies) -> None:
+    def make_writable(self, sequence: Sequence, copies: StepCopies) -> None:
         """Give the next token a private block: a new one, or a copy of a shared one."""
         index = sequence.num_scheduled // self._pool.block_size
-        blocks = self._pool.allocate(1, moves.evicted)
+        blocks = self._pool.allocate(1, copies.evicted)
         if index < len(sequence.blocks):
-            moves.copy(sequence.blocks[index : index + 1], blocks)
+            copies.copy(sequence.blocks[index : index + 1], blocks)
         sequence.blocks[index : index + 1] = blocks
 
     def room(self, sequence: Sequence) -> int:
@@ -263,16 +263,16 @@ class KVCacheManager:
         self._pool.free(sequence.blocks)
         sequence.blocks = []
         sequence.num_cached_blocks = 0
-        self.moves.forget(sequence)
+        self.borrowed.forget(sequence)
         sequence.restart()
 
     def release(self, sequence: Sequence) -> None:
         """Free all its blocks, also those on other workers."""
-        self.moves.remove(sequence)
+        self.borrowed.remove(sequence)
         self._pool.free(sequence.blocks)
         sequence.blocks = []
 
-    def commit_copies(self, moves: StepCopies) -> None:
-        """The step that made these moves has ended."""
-        self._pool.free(moves.leaving)
-        self.tier.commit_copies(moves)
+    def commit_copies(self, copies: StepCopies) -> None:
+        """The step that made these copies has ended."""
+        self._pool.free(copies.leaving)
+        self.tier.commit_copies(copies)

@@ -106,10 +106,10 @@ class LeaseManager:
         lease.num_asked = max(first, self._ready(lease, computed))
         return [(lease.blocks[index], self._slots(lease, index)) for index in range(first, lease.num_asked)]
 
-    def offered(self, step: int, most: int, moves: StepCopies) -> list[tuple[int, int]]:
+    def offered(self, step: int, most: int, copies: StepCopies) -> list[tuple[int, int]]:
         """(block, slots) of up to `most` offered blocks for this step to digest; each is returned once.
 
-        Those that must be restored before are added to its `moves`, also with digests off.
+        Those that must be restored before are added to its `copies`, also with digests off.
         """
         asked: list[tuple[int, int]] = []
         for lease in self._leases.values():
@@ -120,7 +120,7 @@ class LeaseManager:
                 for block in lease.blocks[first:last]:
                     asked.append((block, self._pool.block_size))
                     if block in lease.restores:
-                        moves.restore(self._pool, lease.restores[block].block, block)
+                        copies.restore(self._pool, lease.restores[block].block, block)
         return asked if self._digest else []
 
     def advance(self, sequence: Sequence, digests: Digests) -> None:

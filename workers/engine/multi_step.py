@@ -2,9 +2,9 @@
 
 A step that only decodes what the step before decoded needs no scheduler, no plan and no message of its own. An executor
 that knows the times of such steps beforehand (`Executor.execute_decodes`) and readers in the same process
-(`LateReader`) make it possible to commit many at once, with each one's own time: at the end of the last one, or when
-somebody looks at the worker or changes it. A sequence's tokens stay here over several such runs, until somebody asks
-for them or the sequence ends. Nothing else may tell the two ways apart.
+(`DeferredReader`) make it possible to commit many at once, each with its own time: at the end of the last one, or when
+the worker is read or changed. A sequence's tokens stay here over several such runs, until its reader asks for them or
+the sequence ends. Apart from that, results are those of single steps.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from workers.engine.engine import Engine, EngineOutput
 from workers.engine.executor import Executor
 from workers.engine.sequence import Sequence, State
 from workers.engine.step import StepPlan, StepResult
-from workers.request import LateReader, TokensOut
+from workers.request import DeferredReader, TokensOut
 from workers.stats import WorkerStats
 
 MAX_STEPS = 128
@@ -25,11 +25,11 @@ MAX_RUN_S = 100.0  # less than `STEP_TIMEOUT_S`, after which a step seems to han
 
 
 @dataclass(slots=True)
-class _Late:
+class _Deferred:
     """A sequence whose newest tokens were not told to its reader, and their times."""
 
     sequence: Sequence
-    reader: LateReader
+    reader: DeferredReader
     times_s: list[float] = field(default_factory=list)
 
     def take(self, newer: int = 0) -> list[TokensOut]:
@@ -51,16 +51,16 @@ class _Late:
 
 
 class MultiStep:
-    """Owned by a Worker, used by its EngineLoop. `reader_of`: who gets the outputs of a sequence; None: not late.
+    """Owned by a Worker, used by its EngineLoop. `reader_of`: who gets the outputs of a sequence; None: not deferred.
 
-    No step may take `longest_s`, after which a reader expects a sign of life. It is the `LateSource` of the readers.
+    No step may take `longest_s`, after which a reader expects a heartbeat. It is the `DeferredSource` of the readers.
     """
 
     def __init__(
         self,
         engine: Engine,
         executor: Executor,
-        reader_of: Callable[[str], LateReader | None],
+        reader_of: Callable[[str], DeferredReader | None],
         stats: Callable[[], WorkerStats],
         now_s: Callable[[], float],
         longest_s: float,
@@ -74,12 +74,12 @@ class MultiStep:
         self._most_steps = min(MAX_STEPS, int(MAX_RUN_S / longest_s))
         self._run: DecodeSteps | None = None
         self._going: Items[Sequence] = ()  # sequences of these steps, if their outputs are late
-        self._late: dict[str, _Late] = {}  # by sequence
-        self._readers: dict[LateReader, None] = {}  # of these
+        self._deferred: dict[str, _Deferred] = {}  # by sequence
+        self._readers: dict[DeferredReader, None] = {}  # of these
         self._is_checked = True
         self._logs = False  # only the last step may change the cache log
         self._ending: DecodeSteps | None = None  # whose last step has ended and is not committed
-        self._untold: dict[LateReader, None] = {}  # they get statistics after the last step, but perhaps no outputs
+        self._untold: dict[DeferredReader, None] = {}  # they get statistics after the last step, but perhaps no outputs
 
     def start(self, plan: StepPlan) -> "asyncio.Future[StepResult] | None":
         """Run `plan`, which was just scheduled, and the steps that decode on after it; None: there are none.
@@ -89,7 +89,7 @@ class MultiStep:
         self._ending = None
         if self._executor.execute_decodes is None:
             return None
-        readers: list[LateReader] = []
+        readers: list[DeferredReader] = []
         for chunk in plan.chunks:
             if (reader := self._reader_of(chunk.key)) is None:
                 return None
@@ -105,40 +105,40 @@ class MultiStep:
             return steps.result
         self._going = self._run.sequences
         for sequence, reader in zip(self._going, readers, strict=True):
-            if sequence.key not in self._late:
-                self._late[sequence.key] = _Late(sequence, reader)
+            if sequence.key not in self._deferred:
+                self._deferred[sequence.key] = _Deferred(sequence, reader)
             if reader not in self._readers:
                 self._readers[reader] = None
                 reader.attach(self)
         return steps.result
 
-    def reports_to(self, reader: LateReader) -> bool:
-        """Whether steps run whose outputs this reader gets late."""
+    def reports_to(self, reader: DeferredReader) -> bool:
+        """Whether steps run whose outputs this reader gets deferred."""
         return self._run is not None and reader in self._readers
 
     def num_unreported(self, key: str) -> int:
-        late, run = self._late.get(key), self._run
-        if late is None:
+        deferred, run = self._deferred.get(key), self._run
+        if deferred is None:
             return 0
-        return len(late.times_s) + (0 if run is None else run.num_ended_by(self._now_s()) - run.num_settled)
+        return len(deferred.times_s) + (0 if run is None else run.num_ended_by(self._now_s()) - run.num_settled)
 
     def catch_up(self, with_tokens: bool) -> None:
         """Count and tell what has ended by now, but for the last step."""
         self._catch_up(settles=with_tokens)
         if with_tokens:
-            for key in tuple(self._late):
+            for key in tuple(self._deferred):
                 self._tell(key)
 
     def report(self, key: str) -> None:
         """Tell the tokens of this sequence up to now."""
-        if key in self._late:
+        if key in self._deferred:
             self._catch_up(settles=True)
             self._tell(key)
 
     def _tell(self, key: str) -> None:
-        late = self._late.get(key)
-        if late is not None and (outputs := late.take()):
-            late.reader.on_late_tokens(outputs)
+        deferred = self._deferred.get(key)
+        if deferred is not None and (outputs := deferred.take()):
+            deferred.reader.on_deferred_tokens(outputs)
 
     def _catch_up(self, *, settles: bool) -> None:
         """Commit what has ended by now, which changes the statistics, and perhaps settle it: tokens and their times."""
@@ -151,10 +151,10 @@ class MultiStep:
             run.commit(ended)
             stats = self._stats()
             for reader in self._readers:
-                reader.on_late_stats(stats, run.steps.ends_s[ended - 1])
+                reader.on_deferred_stats(stats, run.steps.ends_s[ended - 1])
         if settles and (times_s := run.settle()):
-            for late in self._late.values():
-                late.times_s += times_s
+            for deferred in self._deferred.values():
+                deferred.times_s += times_s
 
     def _on_use(self, is_change: bool) -> None:
         """The engine is about to be read or changed."""
@@ -185,36 +185,36 @@ class MultiStep:
         decodes, self._ending = self._ending, None
         if decodes is None:
             return False
-        self._engine.commit_decodes(decodes, result, now_s, late=bool(self._going))
+        self._engine.commit_decodes(decodes, result, now_s, deferred=bool(self._going))
         for sequence in self._going:
-            if sequence.state is State.RUNNING and (late := self._late.get(sequence.key)) is not None:
-                late.times_s.append(now_s)
-                self._untold[late.reader] = None
+            if sequence.state is State.RUNNING and (deferred := self._deferred.get(sequence.key)) is not None:
+                deferred.times_s.append(now_s)
+                self._untold[deferred.reader] = None
         self._going = ()
         return True
 
-    def with_late(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+    def with_deferred(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
         """The engine's outputs, and what was not told of sequences that run no longer in steps that run as one."""
-        if not self._late:
+        if not self._deferred:
             return outputs
-        told, before = list[EngineOutput](), len(self._late)
+        told, before = list[EngineOutput](), len(self._deferred)
         for output in outputs:
-            late = self._late.get(output.key)
-            if late is None or (late.sequence in self._going and not late.times_s):
+            deferred = self._deferred.get(output.key)
+            if deferred is None or (deferred.sequence in self._going and not deferred.times_s):
                 told.append(output)
                 continue
-            del self._late[output.key]
-            told += [*late.take(newer=isinstance(output, TokensOut)), output]
-        for key in [key for key, late in self._late.items() if late.sequence not in self._going]:
-            told += self._late.pop(key).take()
-        if len(self._late) < before:
-            readers = dict.fromkeys([late.reader for late in self._late.values()])
+            del self._deferred[output.key]
+            told += [*deferred.take(newer=isinstance(output, TokensOut)), output]
+        for key in [key for key, deferred in self._deferred.items() if deferred.sequence not in self._going]:
+            told += self._deferred.pop(key).take()
+        if len(self._deferred) < before:
+            readers = dict.fromkeys([deferred.reader for deferred in self._deferred.values()])
             for reader in self._readers.keys() - readers.keys():
                 reader.attach(None)
             self._readers = readers
         if self._untold:
             stats = self._stats()
             for reader in self._untold:
-                reader.on_late_stats(stats, self._now_s())
+                reader.on_deferred_stats(stats, self._now_s())
             self._untold.clear()
         return told

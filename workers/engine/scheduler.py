@@ -28,7 +28,7 @@ class _Flight:
     """A step in flight: the sequences whose blocks it uses, and its block copies."""
 
     sequences: tuple[Sequence, ...]
-    moves: StepCopies
+    copies: StepCopies
 
 
 class Scheduler:
@@ -65,7 +65,7 @@ class Scheduler:
         """Whether a step can be made behind the one in flight: of decodes alone, which need nothing but its tokens."""
         going = [each for each in self.queues.running if not each.finish_pending]
         return not self.queues.waiting and all(
-            each.can_run_ahead and each.num_scheduled == len(each.tokens) >= each.num_given for each in going
+            each.can_run_ahead and each.num_scheduled == len(each.tokens) >= each.num_initial_tokens for each in going
         )
 
     def schedule(self, now_s: float, *, ahead: bool = False) -> StepBuilder | None:
@@ -88,24 +88,24 @@ class Scheduler:
             now_s=now_s,
             decodable=tuple(decodable),
             unfinished=tuple(unfinished),
-            beside=[each for each in ordered if each.num_computed >= each.num_given],
-            rows=self._rows(len(decodable), len(decodable) + len(ordered)),
+            inflight_decodes=[each for each in ordered if each.num_computed >= each.num_initial_tokens],
+            max_decodes=self._max_decodes(len(decodable), len(decodable) + len(ordered)),
             budget=self._max_batch_tokens,
-            share=self._prompt_share(),
-            coming=sum(len(each.moves.leaving) + len(each.moves.saving) for each in self._flights),
+            prompt_share=self._prompt_share(),
+            blocks_to_free=sum(len(each.copies.leaving) + len(each.copies.saving) for each in self._flights),
         )
         try:
             self._policy.fill_step(step)
         except Exception as error:
             step.error = error
-            if step.at_hand is None:  # no sequence to fail: it would repeat forever
+            if step.current is None:  # no sequence to fail: it would repeat forever
                 raise
-            step.admitted.append(step.at_hand)
+            step.admitted.append(step.current)
             self._launch(step)
             return step
         if step.is_empty:
             return None
-        self.kv.tier.save(step.moves)
+        self.kv.tier.save(step.copies)
         self._launch(step)
         return step
 
@@ -118,10 +118,10 @@ class Scheduler:
             if each.finish_pending:
                 continue
             num_tokens = len(each.tokens)
-            num_missing = num_tokens - each.num_computed - each.num_ordered
+            num_missing = num_tokens - each.num_computed - each.num_inflight_tokens
             if num_missing == 0:
                 ordered.append(each)
-            elif 0 < num_missing <= 1 + each.num_forced and num_tokens > each.num_given:
+            elif 0 < num_missing <= 1 + each.num_forced and num_tokens > each.num_initial_tokens:
                 decodable.append(each)
             else:
                 unfinished.append(each)
@@ -129,7 +129,7 @@ class Scheduler:
             decodable.sort(key=lambda each: each.last_step)
         return decodable, unfinished, ordered
 
-    def _rows(self, num_ready: int, num_decoding: int) -> int:
+    def _max_decodes(self, num_ready: int, num_decoding: int) -> int:
         """Decodes in the next step: an equal share for each step to be in flight.
 
         The bound over all decodes keeps groups from merging when others end; the one over ready decodes spreads them
@@ -150,22 +150,22 @@ class Scheduler:
         self.steps += 1
         # The kernels want one-token runs first.
         step.slices.sort(key=lambda each: each.count > 1)
-        restored = [sequence for sequence, _ in step.moves.restored]
+        restored = [sequence for sequence, _ in step.copies.restored]
         touched = tuple(dict.fromkeys([*[each.sequence for each in step.slices], *step.admitted, *restored]))
         for sequence in touched:
             sequence.in_flight += 1
             sequence.last_step = self.steps
-        self._flights.append(_Flight(touched, step.moves))
+        self._flights.append(_Flight(touched, step.copies))
 
-    def launch(self, moves: StepCopies) -> None:
+    def launch(self, copies: StepCopies) -> None:
         """A step without sequences is in flight."""
         self.steps += 1
-        self._flights.append(_Flight((), moves))
+        self._flights.append(_Flight((), copies))
 
     def commit_copies(self) -> Items[Sequence]:
         """The oldest step in flight has ended, with its copies. Returns its sequences."""
         flight = self._flights.popleft()
-        self.kv.commit_copies(flight.moves)
+        self.kv.commit_copies(flight.copies)
         for sequence in flight.sequences:
             sequence.in_flight -= 1
         return flight.sequences
@@ -175,9 +175,10 @@ class Scheduler:
         """The sequences of the step in flight if it computes all that run, none waits, and it copies nothing."""
         if len(self._flights) != 1 or self.queues.waiting:
             return ()
-        sequences, moves = self._flights[0].sequences, self._flights[0].moves
-        copies = moves.leaving or moves.saving or moves.held or moves.swap_out or moves.swap_in
-        return () if copies or len(sequences) != len(self.queues.running) else sequences
+        flight = self._flights[0]
+        if len(flight.sequences) != len(self.queues.running) or flight.copies.use_blocks:
+            return ()
+        return flight.sequences
 
     @property
     def num_in_flight(self) -> int:
@@ -185,7 +186,7 @@ class Scheduler:
 
     def leaving(self) -> Items[Items[int]]:
         """Blocks that no sequence owns any more but that steps in flight still read."""
-        return [flight.moves.leaving + flight.moves.saving for flight in self._flights]
+        return [flight.copies.leaving + flight.copies.saving for flight in self._flights]
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of its queue and free its blocks."""
@@ -197,8 +198,8 @@ class Scheduler:
         running, waiting = self.queues.running, self.queues.waiting
         touched = Counter(each.key for flight in self._flights for each in flight.sequences)
         assert touched == Counter({each.key: each.in_flight for each in running if each.in_flight}), "flights"
-        assert not any(each.in_flight or each.num_ordered for each in waiting), "a waiting sequence is in flight"
+        assert not any(each.in_flight or each.num_inflight_tokens for each in waiting), "a waiting one is in flight"
         for each in running:
             known = len(each.tokens) + (each.in_flight > 1)
             assert each.num_scheduled <= min(known, len(each.blocks) * self._block_size), each.key
-            assert each.in_flight or not each.num_ordered, f"tokens of {each.key} are scheduled, but not in flight"
+            assert each.in_flight or not each.num_inflight_tokens, f"{each.key} is scheduled, but not in flight"

@@ -99,7 +99,7 @@ class SequenceManager:
     def move_failed(self, move: BlockMove, reason: str) -> None:
         """No lender took them: the sequence fails if it needs their memory."""
         self._leases.drop(f"{move.key}:move")
-        if self._scheduler.kv.moves.move_failed(move):
+        if self._scheduler.kv.borrowed.move_failed(move):
             self.fail(move.key, reason, no_memory=True)
 
     def abort(self, key: str) -> bool:
@@ -144,7 +144,7 @@ class SequenceManager:
         for index, (chunk, token, logprobs, prompt) in enumerate(each_chunk):
             sequence = sequences[chunk.key]
             num_tokens = len(chunk.tokens)
-            sequence.num_ordered -= num_tokens
+            sequence.num_inflight_tokens -= num_tokens
             sequence.num_computed = chunk.first_position + num_tokens
             if sequence.finish_pending:
                 continue
@@ -169,15 +169,15 @@ class SequenceManager:
             except Exception as error:
                 self.fail_on_error(sequence, error)
 
-    def process_decodes(self, decoded: Iterable[tuple[Sequence, int]], now_s: float, *, late: bool) -> None:
+    def process_decodes(self, decoded: Iterable[tuple[Sequence, int]], now_s: float, *, deferred: bool) -> None:
         """Apply the result of a step that only decoded, without log probabilities: each sequence's token.
 
-        `late`: without outputs for sequences that go on.
+        `deferred`: without outputs for sequences that go on.
         """
         for sequence, token in decoded:
             if len(self._leases):
                 self._leases.advance(sequence, {})
-            if late and not sequence.ends_next:
+            if deferred and not sequence.ends_next:
                 sequence.tokens.append(token)
             else:
                 self._append(sequence, (token,), None, now_s)

@@ -33,7 +33,7 @@ class Slice:
 class StepBuilder:
     """A `batching.Step` for the policy, and its result for the Scheduler.
 
-    `rows`: most decodes in the step. `coming`: blocks that come free with steps in flight.
+    `max_decodes`: most decodes in the step. `blocks_to_free`: blocks that come free with steps in flight.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class StepBuilder:
         now_s: float,
         decodable: tuple[Sequence, ...],
         unfinished: tuple[Sequence, ...],
-        beside: list[Sequence],
-        rows: int,
+        inflight_decodes: list[Sequence],
+        max_decodes: int,
         budget: int,
-        share: int,
-        coming: int,
+        prompt_share: int,
+        blocks_to_free: int,
     ) -> None:
         self.now_s = now_s
         self.decodable = decodable
         self.unfinished = unfinished
-        self.beside = beside
-        self.left = budget
-        self.share = share
+        self.inflight_decodes = inflight_decodes
+        self.budget_left = budget
+        self.prompt_share = prompt_share
         self.slices: list[Slice] = []
         self.admitted: list[Sequence] = []
-        self.moves = StepCopies()
-        self.at_hand: Sequence | None = None  # the sequence being worked on
+        self.copies = StepCopies()
+        self.current: Sequence | None = None  # the sequence being worked on
         self.error: Exception | None = None  # that ended the construction
         self._queues = queues
         self._kv = kv
@@ -70,8 +70,8 @@ class StepBuilder:
         self._prefetcher = prefetcher
         self._budget = budget
         self._estimate = estimate
-        self._rows = rows
-        self._coming = coming
+        self._max_decodes = max_decodes
+        self._blocks_to_free = blocks_to_free
         self._passed: list[Sequence] = []  # not admitted in this step, though others behind them may be
         self._reading: dict[Sequence, float] = {}  # those of them that wait for what is read -> until when
         self._chosen: set[Sequence] = set()
@@ -87,7 +87,7 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.slices or self.moves.restored or self.admitted)
+        return not (self.slices or self.copies.restored or self.admitted)
 
     def plan(
         self,
@@ -107,26 +107,26 @@ class StepBuilder:
                 continue
             if len(self._leases):
                 digests += self._leases.undigested(each.sequence.key, each.first + each.count)
-        return self.moves.plan(number, chunks, digests + self._leases.offered(number, most_digests, self.moves))
+        return self.copies.plan(number, chunks, digests + self._leases.offered(number, most_digests, self.copies))
 
     def decode(self, sequence: Sequence) -> bool:
-        if self._rows <= 0:
-            self.beside.append(sequence)
+        if self._max_decodes <= 0:
+            self.inflight_decodes.append(sequence)
             return False
         newest = max(1, len(sequence.tokens) - sequence.num_scheduled)  # one: that of the step in flight
-        if self.left <= 0 or not self._take(sequence, min(newest, self.left)):
+        if self.budget_left <= 0 or not self._take(sequence, min(newest, self.budget_left)):
             return False
-        self._rows -= 1
+        self._max_decodes -= 1
         return True
 
     def chunk(self, sequence: Sequence, most: int | None = None) -> int:
         if self._may_take(sequence) and self._prefetcher.has(sequence):
-            self._kv.restore(sequence, self.moves)
+            self._kv.restore(sequence, self.copies)
         missing = len(sequence.tokens) - sequence.num_scheduled
         if self._prefetcher:
             missing = min(missing, self._prefetcher.tokens_now(sequence, self._times()))
         count = self._take(sequence, missing if most is None else min(missing, most))
-        self.share -= count
+        self.prompt_share -= count
         return count
 
     def _times(self) -> StepSeconds:
@@ -141,16 +141,16 @@ class StepBuilder:
     def _take(self, sequence: Sequence, count: int) -> int:
         if count <= 0 or not self._may_take(sequence):
             return 0
-        self.at_hand = sequence
+        self.current = sequence
         if not self._kv.is_writable(sequence):
             if not self._make_room(sequence):
                 return 0
-            self._kv.make_writable(sequence, self.moves)
+            self._kv.make_writable(sequence, self.copies)
         count = min(count, self._kv.room(sequence))
         self._chosen.add(sequence)
         self.slices.append(Slice(sequence, sequence.num_scheduled, count))
-        sequence.num_ordered += count
-        self.left -= count
+        sequence.num_inflight_tokens += count
+        self.budget_left -= count
         return count
 
     def admit(self, fits: Callable[[int], bool] | None = None) -> Sequence | None:
@@ -158,10 +158,10 @@ class StepBuilder:
             sequence = self._queues.next(self.now_s, self._passed)
             if sequence is None or (fits is not None and not fits(len(sequence.tokens) - sequence.num_computed)):
                 return None
-            self.at_hand = sequence
+            self.current = sequence
             until_s = self._prefetcher.waits_until_s(sequence, self._times()) if self._prefetcher else None
             if until_s is None and (not self._reading or self._may_pass(sequence)):
-                if not self._kv.place(sequence, self.moves):
+                if not self._kv.place(sequence, self.copies):
                     return None
                 self._queues.start(sequence)
                 self.admitted.append(sequence)
@@ -188,10 +188,10 @@ class StepBuilder:
         while not self._kv.has_free_block:
             if self._leases.withdraw_restored():
                 continue
-            if self._coming > 0:  # wait for a block that comes free when a step ends
-                self._coming -= 1
+            if self._blocks_to_free > 0:  # wait for a block that comes free when a step ends
+                self._blocks_to_free -= 1
                 return False
-            if self._kv.moves.is_moving:  # as for the end of a step
+            if self._kv.borrowed.is_moving:  # as for the end of a step
                 return False
             victim = self._victim()
             if victim is None:
@@ -206,7 +206,7 @@ class StepBuilder:
 
     def _victim(self) -> Sequence | None:
         """The youngest sequence outside this step. Held prompts stay, because a reader may be fetching them."""
-        restored = [sequence for sequence, _ in self.moves.restored]
+        restored = [sequence for sequence, _ in self.copies.restored]
         others = [
             each
             for each in self._queues.running

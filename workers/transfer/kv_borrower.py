@@ -75,11 +75,11 @@ class KVBorrower:
             return
         for key in [key for key in self._lenders if not self._engine.holds(key)]:
             del self._lenders[key]
-        for move in self._engine.moves.take_due():
+        for move in self._engine.borrowed.take_due():
             self._tasks.start(self._move(move))
-        for wanted in self._engine.moves.take_returns():
+        for wanted in self._engine.borrowed.take_returns():
             self._tasks.start(self._return(wanted))
-        for span in self._engine.moves.take_repaid():
+        for span in self._engine.borrowed.take_repaid():
             self._tasks.start(self._repay(span))
         if not self._lenders and not self._tasks:
             self._addresses.clear()
@@ -108,7 +108,7 @@ class KVBorrower:
                     self._records.refused(lender.worker, error)
                     reasons.append(f"{lender.worker}: {type(error).__name__}: {error}")
                     continue
-                if not self._engine.moves.moved(move, span):
+                if not self._engine.borrowed.moved(move, span):
                     self._tasks.start(self._repay(span))
                 self._arm()
                 return self._changed()
@@ -136,7 +136,7 @@ class KVBorrower:
         loan, held = (last.loan, last.num_blocks) if last is not None else (0, 0)
         begun_s = now_s()
         number = await client.borrow(ticket, loan, held * self._block_size, MOVE_S)
-        self._engine.moves.learn_move(now_s() - begun_s, move.count)
+        self._engine.borrowed.learn_move(now_s() - begun_s, move.count)
         return self._taken(lender, number, held + move.count)
 
     def _taken(self, lender: PeerAddress, number: int, num_blocks: int) -> RemoteKV:
@@ -153,7 +153,7 @@ class KVBorrower:
                     span = None
                 else:
                     span = await self._pass_on(wanted)
-            if not self._engine.moves.returned(wanted, span) and span is not None:
+            if not self._engine.borrowed.returned(wanted, span) and span is not None:
                 self._tasks.start(self._repay(span))
             return self._changed()
         except (TransferError, TimeoutError) as error:
@@ -162,7 +162,7 @@ class KVBorrower:
             logger.warning("worker %s: a recalled loan is not repaid yet: %s", self._name, reason, extra=fields)
         except Exception:
             logger.exception("worker %s: a loan's return", self._name, extra=log_fields(self._name, wanted.key))
-        self._engine.moves.not_returned(wanted)
+        self._engine.borrowed.not_returned(wanted)
         self._changed()
 
     async def _pass_on(self, wanted: SpanReturn) -> RemoteKV:
@@ -206,7 +206,7 @@ class KVBorrower:
         begun_s = now_s()
         state = await client.attend(span.loan, span.num_blocks * self._block_size, query, ATTEND_S)
         if not query.is_chunk:
-            self._engine.moves.learn_wait((now_s() - begun_s) * self._num_layers)
+            self._engine.borrowed.learn_wait((now_s() - begun_s) * self._num_layers)
         return state
 
     def _arm(self) -> None:
@@ -230,7 +230,7 @@ class KVBorrower:
             client, _ = await self._peer_links.meet(lender)
             if recalled := await client.renew(loans):
                 self._records.recalled(lender.incarnation, recalled)
-                self._engine.moves.recalled(lender.incarnation, recalled)
+                self._engine.borrowed.recalled(lender.incarnation, recalled)
                 self._changed()
         except TransferError as error:  # the next step finds out
             logger.warning("worker %s: could not renew loans of %s: %s", self._name, lender.worker, error)

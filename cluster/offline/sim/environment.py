@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from cluster.runtime.interface import WorkerHandle, WorkerStub
-from workers.request import EngineOutputs, LateReader
+from workers.request import DeferredReader, EngineOutputs
 from workers.stats import WorkerStats
 
 Load = tuple[str, bool]  # a worker's pool, and whether its step has prompts
@@ -101,7 +101,7 @@ class RemoteWorker:
         return cast(WorkerStub, self)
 
     async def subscribe(
-        self, subscriber: str, on_outputs: Callable[[EngineOutputs], object], *, late: LateReader | None = None
+        self, subscriber: str, on_outputs: Callable[[EngineOutputs], object], *, deferred: DeferredReader | None = None
     ) -> None:
         loop = asyncio.get_running_loop()
         in_transit: deque[EngineOutputs] = deque()  # timers that are due at the same time may fire in any order
