@@ -3,10 +3,10 @@
 A policy fills a `Step` through its methods; the step keeps to budget, slots and blocks. A policy has no clock and no
 device, and runs unchanged in the engine and in the simulator.
 
-    static         a batch is closed when it starts; nobody joins until its longest answer has ended
-    orca           every iteration: all decodes and whole new prompts; room for the longest answer is set aside
+    static         a batch is fixed when it starts; no sequence joins until its longest answer has ended
+    orca           every iteration: all decodes and whole new prompts; memory for the longest answers is reserved
     prefill-first  whole prompts as soon as they fit, alone; decodes only when no prompt can start
-    chunked        all decodes, then pieces of prompts up to the token budget and the time that TPOT leaves
+    chunked        all decodes, then chunks of prompts up to the token budget and the time that TPOT leaves
     adaptive       as chunked beside decodes; without any, whole prompts one after the other
     prefill-only   prompts in chunks of fixed size, never beside a decode
 
@@ -29,7 +29,7 @@ from workers.engine.sequence import Sequence, State
 
 
 class Step(Protocol):
-    """The step in the making. Sequences in transfer, or with all their tokens in flight, are not candidates."""
+    """The step under construction. Sequences in transfer, or with all their tokens in flight, are not candidates."""
 
     decodable: tuple[
         Sequence, ...
@@ -42,12 +42,12 @@ class Step(Protocol):
 
     @property
     def has_waiting(self) -> bool:
-        """Whether prompts wait to be let in."""
+        """Whether prompts wait for admission."""
         ...
 
     @property
     def cost(self) -> CostModel:
-        """What steps are believed to cost."""
+        """The estimated cost of steps."""
         ...
 
     def decode(self, sequence: Sequence) -> bool:
@@ -60,13 +60,13 @@ class Step(Protocol):
         ...
 
     def admit(self, fits: Callable[[int], bool] | None = None) -> Sequence | None:
-        """Let the next waiting sequence in: a slot and blocks for its tokens. None: empty queue, or no room, or
+        """Admit the next waiting sequence: give it a slot and blocks for its tokens. None: empty queue, or no room, or
         `fits` refuses the number of tokens it has to compute."""
         ...
 
 
 class Batching(Protocol):
-    """`reserves_answer`: a sequence gets in only if its longest possible answer fits as well."""
+    """`reserves_answer`: a sequence is admitted only if its longest possible answer fits as well."""
 
     reserves_answer: bool
 
@@ -76,9 +76,9 @@ class Batching(Protocol):
 
 
 def _whole_prompts(step: Step) -> int:
-    """Compute all that is left of started prompts, and let whole ones in while the budget lasts. Answers how many.
+    """Schedule the rest of started prompts, and admit whole ones while the budget lasts. Returns how many prompts.
 
-    The first may be longer than the budget: a prompt that is never cut must run some time.
+    The first may exceed the budget, because prompts are never cut here.
     """
 
     def fits(tokens: int) -> bool:
@@ -156,7 +156,7 @@ class Chunked:
             if bound_s is not None:
                 within = cost.prompt_tokens_within(bound_s, first, chunks, len(decoding), context_tokens)
                 if not chunks and within < self._least_chunk:
-                    # However tight the SLO, a prompt moves on, and not by tiny chunks: each pays for a whole step.
+                    # However tight the SLO, prompts advance, and not in tiny chunks: each chunk costs a whole step.
                     loose_s = MISSED_SLO_SLOWDOWN * cost.decode_seconds(len(decoding), context_tokens)
                     within = cost.prompt_tokens_within(loose_s, first, chunks, len(decoding), context_tokens)
                     most = min(most, max(within, self._least_chunk))

@@ -15,7 +15,7 @@ from workers.engine.blocks import BlockPool
 from workers.engine.sequence import Sequence, SpanReturn
 from workers.engine.step import ELSEWHERE, RemoteKV
 
-MOVED_SHARE = 0.25  # of its full blocks that a sequence moves at a time, if it may need as many
+MOVED_SHARE = 0.25  # share of its full blocks that a sequence moves at a time, if it may need as many
 NEWEST = 0.2  # weight of the newest of the measured times
 
 
@@ -48,7 +48,7 @@ class BorrowedBlocks:
         self._due_returns: list[SpanReturn] = []
         self._repaid: list[RemoteKV] = []
         self._block_s = 0.0  # to move a block
-        self._token_s = 0.0  # that a decode waits for each lender of its sequence
+        self._token_s = 0.0  # seconds that a decode waits for each lender of its sequence
 
     def learn_move(self, seconds: float, num_blocks: int) -> None:
         """A lender has read this many blocks."""
@@ -67,7 +67,7 @@ class BorrowedBlocks:
             self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Its KV is given up."""
+        """Give up its KV."""
         self._repaid += sequence.remote
         if sequence.key in self._arrived:
             if (arrived := self._arrived.pop(sequence.key)) is not None:

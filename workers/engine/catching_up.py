@@ -1,7 +1,7 @@
 """Makes the public methods of a class call its `_before_use` first, unless they are marked as unaffected.
 
-For an engine whose steps are not all committed, and whose statistics are kept until something changes. A method that is
-added cannot forget it. Knows no engine.
+For an engine with steps that are not committed yet, and with cached statistics. New methods are covered automatically.
+Knows no engine.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def unaffected(method: F) -> F:
-    """It neither reads what may not be committed yet, nor changes statistics. Of a property: decorate its function."""
+    """Mark a method that reads nothing uncommitted and changes no statistics. Of a property: decorate its function."""
     method.__dict__["is_unaffected"] = True
     return method
 

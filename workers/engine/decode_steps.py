@@ -25,9 +25,9 @@ def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int, *, 
     """
     for each in sequences:
         sampling = each.request.sampling
-        begun = each.first_step_s is not None
-        told = each.first_token_s is not None or each.decode_called_s is not None
-        if each.finish_pending or each.hold or each.borrows or each.in_flight != 1 or not (begun and told):
+        has_begun = each.first_step_s is not None
+        has_output = each.first_token_s is not None or each.decode_called_s is not None
+        if each.finish_pending or each.hold or each.borrows or each.in_flight != 1 or not (has_begun and has_output):
             return 0
         if (
             each.num_inflight_tokens != 1
@@ -51,7 +51,7 @@ def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int, *, 
 
 
 def _missing_blocks(sequence: Sequence, steps: int, size: int) -> int:
-    """Blocks that it lacks for the tokens of so many steps."""
+    """Blocks that it lacks for the tokens of `steps` steps."""
     return max(0, (sequence.num_computed + steps - 1) // size + 1 - len(sequence.blocks))
 
 
@@ -87,12 +87,12 @@ class DecodeSteps:
         self._events.sort(reverse=True)
 
     def num_ended_by(self, now_s: float) -> int:
-        """Without the last one."""
+        """How many steps have ended by then, without the last one."""
         ends_s = self.steps.ends_s
         return bisect_right(ends_s, now_s, self.num_ended, len(ends_s) - 1)
 
     def commit(self, ended: int) -> None:
-        """So many steps have ended."""
+        """The first `ended` steps have ended."""
         first, self.num_ended, batch = self.num_ended, ended, len(self.sequences)
         self._estimate.learn_decodes(batch, self._context_tokens, self.steps.seconds[first:ended])
         self._context_tokens += (ended - first) * batch
@@ -107,11 +107,11 @@ class DecodeSteps:
                 self._allocate(filled)
                 self._append(index, end)
         self._allocate(filled)
-        self._kv.take_missing()  # no loan could give it
+        self._kv.take_missing()  # these are not missing: the sequences do not wait for a loan
         self.steps.observe(first, used + [num_used] * (ended - first - len(used)))
 
     def _allocate(self, filled: list[int]) -> None:
-        """A block for each of these."""
+        """Allocate a block for each of these sequences."""
         if not filled:
             return
         for index, block in zip(filled, self._pool.take(len(filled)), strict=True):
@@ -127,7 +127,7 @@ class DecodeSteps:
         return self.steps.ends_s[first : self.num_ended]
 
     def _append(self, index: int, steps: int) -> None:
-        """The tokens of the first so many steps."""
+        """Append the tokens of the first `steps` steps."""
         sequence, num_computed = self.sequences[index], self._begun_with[index] + steps
         if count := num_computed - sequence.num_computed:
             sequence.tokens += self.steps.sample(sequence.key, len(sequence.tokens), count)

@@ -122,7 +122,7 @@ class Engine:
 
     @property
     def borrowed(self) -> BorrowedBlocks:
-        """Of blocks to and from lenders."""
+        """The blocks that lenders hold, and their moves."""
         return self._kv.borrowed
 
     @property
@@ -135,7 +135,7 @@ class Engine:
 
     @property
     def reservations(self) -> Reservations:
-        """For prompts that other workers compute."""
+        """Reservations for prompts that other workers compute."""
         return self._reservations
 
     # ---- taking requests ---------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class Engine:
 
     @unaffected
     def requests(self) -> Iterator[Request]:
-        """Of all sequences here."""
+        """The requests of all sequences."""
         return (sequence.request for sequence in self._sequences)
 
     @unaffected

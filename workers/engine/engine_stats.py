@@ -1,4 +1,4 @@
-"""The statistics of an engine, made anew only when something has changed. Pure."""
+"""The statistics of an engine, recomputed only when something has changed. Pure."""
 
 from collections.abc import Sequence as Items
 
@@ -37,26 +37,26 @@ class EngineStats:
         self._sequences = sequences
         self._estimate = estimate
         self._step_s = 0.0
-        self._known: WorkerStats | None = None  # nothing has changed since but what decode steps change
+        self._known: WorkerStats | None = None  # the latest, unless more than decode steps change has changed
 
     def took(self, seconds: Items[float]) -> None:
-        """Steps with chunks took so long."""
+        """Add the durations of steps with chunks."""
         step_s = self._step_s
         for each in seconds:
             step_s = 0.8 * step_s + 0.2 * each if step_s else each
         self._step_s = step_s
 
     def changed(self) -> None:
-        """More has changed than decode steps change."""
+        """Something changed that decode steps do not change."""
         self._known = None
 
     def read(
         self, bubble_share: float, pulls: Pulls, adapters: tuple[str, ...], borrowed: tuple[BorrowStats, ...]
     ) -> WorkerStats:
-        """The statistics with these, which the engine does not know."""
+        """The statistics, with these values from outside the engine."""
         known, pool, steps = self._known, self._pool, self._scheduler.steps
         decode_ratio, prompt_ratio = self._estimate.ratios
-        if known is None or self._stores or pool.host.num_blocks:  # which change by themselves
+        if known is None or self._stores or pool.host.num_blocks:  # their statistics change at any time
             known = self._all(bubble_share, pulls, adapters, borrowed)
         elif (
             known.steps != steps

@@ -80,7 +80,7 @@ class KVCacheManager:
         return -(-min(num_tokens, sequence.max_length) // self._pool.block_size)
 
     def leaves(self, sequence: Sequence, others: Items[Sequence]) -> bool:
-        """Whether the others still fit when this prompt has come, whatever is cached of them."""
+        """Whether the others would still fit beside this prompt, even if nothing of them is cached."""
         num_blocks = sum(-(-len(each.tokens) // self._pool.block_size) for each in (sequence, *others))
         return not self._reserves_answer and num_blocks + len(self._running) < self._pool.num_free
 
@@ -106,7 +106,7 @@ class KVCacheManager:
             tail = shared[computed // size :]
             num_kept = len(shared) - len(tail)
             num_blocks = -(-len(sequence.tokens) // size) - num_kept
-            if sequence.borrows:  # with less than a span it can move none, and would lose all again to older ones
+            if sequence.borrows:  # with less than a span it could move none, and older sequences would preempt it
                 least = max(self._step_blocks, self.borrowed.span + self._step_blocks - num_kept)
                 num_blocks = min(num_blocks, least, self._pool.num_blocks - num_kept)
             if self.fits(sequence, held=num_kept, wanted=num_blocks):
@@ -138,7 +138,7 @@ class KVCacheManager:
         self._count(sequence, {source: size * count for source, count in found.items()}, first)
 
     def _copy_known(self, sequence: Sequence, copies: StepCopies) -> None:
-        """Into its own blocks, which a lease may name."""
+        """Copy known blocks into the sequence's own blocks, since a lease may refer to those."""
         size, first = self._pool.block_size, sequence.num_scheduled
         if first % size or sequence.wants_prompt_rows:
             return

@@ -26,14 +26,14 @@ MAX_RUN_S = 100.0  # less than `STEP_TIMEOUT_S`, after which a step seems to han
 
 @dataclass(slots=True)
 class _Deferred:
-    """A sequence whose newest tokens were not told to its reader, and their times."""
+    """A sequence whose newest tokens were not reported to its reader, and their times."""
 
     sequence: Sequence
     reader: DeferredReader
     times_s: list[float] = field(default_factory=list)
 
     def take(self, newer: int = 0) -> list[TokensOut]:
-        """All of them in one output. The sequence has them, and so many newer ones."""
+        """All of them in one output. The sequence has `newer` tokens after them."""
         sequence, times_s, self.times_s = self.sequence, self.times_s, []
         if not times_s:
             return []
@@ -73,13 +73,13 @@ class MultiStep:
         self._longest_s = longest_s
         self._most_steps = min(MAX_STEPS, int(MAX_RUN_S / longest_s))
         self._run: DecodeSteps | None = None
-        self._going: Items[Sequence] = ()  # sequences of these steps, if their outputs are late
+        self._going: Items[Sequence] = ()  # sequences of these steps, if their outputs are deferred
         self._deferred: dict[str, _Deferred] = {}  # by sequence
         self._readers: dict[DeferredReader, None] = {}  # of these
         self._is_checked = True
         self._logs = False  # only the last step may change the cache log
         self._ending: DecodeSteps | None = None  # whose last step has ended and is not committed
-        self._untold: dict[DeferredReader, None] = {}  # they get statistics after the last step, but perhaps no outputs
+        self._without_stats: dict[DeferredReader, None] = {}  # they have no statistics of the last step yet
 
     def start(self, plan: StepPlan) -> "asyncio.Future[StepResult] | None":
         """Run `plan`, which was just scheduled, and the steps that decode on after it; None: there are none.
@@ -113,7 +113,7 @@ class MultiStep:
         return steps.result
 
     def reports_to(self, reader: DeferredReader) -> bool:
-        """Whether steps run whose outputs this reader gets deferred."""
+        """Whether steps are running whose outputs this reader gets later."""
         return self._run is not None and reader in self._readers
 
     def num_unreported(self, key: str) -> int:
@@ -123,19 +123,19 @@ class MultiStep:
         return len(deferred.times_s) + (0 if run is None else run.num_ended_by(self._now_s()) - run.num_settled)
 
     def catch_up(self, with_tokens: bool) -> None:
-        """Count and tell what has ended by now, but for the last step."""
+        """Commit the steps that have ended, except the last one, and report their statistics and perhaps tokens."""
         self._catch_up(settles=with_tokens)
         if with_tokens:
             for key in tuple(self._deferred):
-                self._tell(key)
+                self._report(key)
 
     def report(self, key: str) -> None:
-        """Tell the tokens of this sequence up to now."""
+        """Report the tokens of this sequence so far."""
         if key in self._deferred:
             self._catch_up(settles=True)
-            self._tell(key)
+            self._report(key)
 
-    def _tell(self, key: str) -> None:
+    def _report(self, key: str) -> None:
         deferred = self._deferred.get(key)
         if deferred is not None and (outputs := deferred.take()):
             deferred.reader.on_deferred_tokens(outputs)
@@ -164,7 +164,7 @@ class MultiStep:
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:
-        """The engine has changed: those behind the step in flight may no longer decode the same."""
+        """The engine has changed: steps behind the one in flight may no longer decode the same sequences."""
         self._is_checked = True
         if self._run is not None:
             ended = self._run.num_ended
@@ -189,32 +189,32 @@ class MultiStep:
         for sequence in self._going:
             if sequence.state is State.RUNNING and (deferred := self._deferred.get(sequence.key)) is not None:
                 deferred.times_s.append(now_s)
-                self._untold[deferred.reader] = None
+                self._without_stats[deferred.reader] = None
         self._going = ()
         return True
 
     def with_deferred(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """The engine's outputs, and what was not told of sequences that run no longer in steps that run as one."""
+        """The engine's outputs, with the unreported tokens of sequences that have left the combined steps."""
         if not self._deferred:
             return outputs
-        told, before = list[EngineOutput](), len(self._deferred)
+        outputs_now, before = list[EngineOutput](), len(self._deferred)
         for output in outputs:
             deferred = self._deferred.get(output.key)
             if deferred is None or (deferred.sequence in self._going and not deferred.times_s):
-                told.append(output)
+                outputs_now.append(output)
                 continue
             del self._deferred[output.key]
-            told += [*deferred.take(newer=isinstance(output, TokensOut)), output]
+            outputs_now += [*deferred.take(newer=isinstance(output, TokensOut)), output]
         for key in [key for key, deferred in self._deferred.items() if deferred.sequence not in self._going]:
-            told += self._deferred.pop(key).take()
+            outputs_now += self._deferred.pop(key).take()
         if len(self._deferred) < before:
             readers = dict.fromkeys([deferred.reader for deferred in self._deferred.values()])
             for reader in self._readers.keys() - readers.keys():
                 reader.attach(None)
             self._readers = readers
-        if self._untold:
+        if self._without_stats:
             stats = self._stats()
-            for reader in self._untold:
+            for reader in self._without_stats:
                 reader.on_deferred_stats(stats, self._now_s())
-            self._untold.clear()
-        return told
+            self._without_stats.clear()
+        return outputs_now

@@ -1,11 +1,11 @@
-"""Reads of cached prefixes while their prompts wait and are computed: from stores into host memory, and from other
+"""Prefetches cached prefixes while their prompts wait or are computed: from stores into host memory, and from other
 workers onto the device (`prefix_fetch`).
 
-    a prompt waits behind others    its blocks are read from the front, which costs nothing
-    its turn comes                  computing goes on from what is here, and reads from the back (`race`)
-    the two meet                    a step takes what was read, and computing goes on behind it
+    a prompt waits behind others    its blocks are read from the front, which delays nothing
+    its turn comes                  it is computed from the front and read from the back (`race`)
+    the two meet                    a step uses what was read, and computes the rest of the prompt
 
-A block that is missing, late or corrupt is computed. Pure: seconds are arguments, and stores tell how long reads took.
+A block that is missing, late or corrupt is computed. Pure: time is an argument, and stores report how long reads took.
 """
 
 import math
@@ -24,17 +24,17 @@ from workers.engine.store_tiers import StoreTier
 from workers.kv_events import prefix_hash_of_block, prefix_hashes
 
 FIND_TIMEOUT_S = 1.0
-PATIENCE = 0.025  # of the time to compute a prompt: for so long it may wait in vain
+PATIENCE = 0.025  # share of the time to compute a prompt that it may wait for reads that do not arrive
 
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
-    """A prompt whose prefix goes on elsewhere. Places are numbers of blocks, as in `block_hashes`.
+    """A prompt whose cached prefix continues in a store or on another worker. Places are indices of `block_hashes`.
 
-    `known`: how many of the first ones each store has. `end`: the most of these, and of what a fetch brings.
-    `unfound`: stores that have not reported yet. `fetch`: the one under way that brings the next. `reads`: reading
-    more from stores is worth it, now `from_back`. `has_read`: something was read for it. `is_new`: it begins now.
-    `turn_s`: when its turn came (before: -1), and `compute_s`: the seconds of computing all of it from then on.
+    `known`: how many leading blocks each store has. `end`: the most of these, and of what a fetch brings. `unfound`:
+    number of stores that have not answered yet. `fetch`: the running fetch that brings the next block. `reads`: whether
+    reading more from stores pays, and `from_back` from which end. `has_read`: a read for it has begun. `is_new`: it was
+    just added. `turn_s`: when its turn came (-1: not yet), `compute_s`: seconds to compute all of it at that time.
     """
 
     sequence: Sequence
@@ -54,9 +54,9 @@ class _Prefetch:
     wait_until_s: float = 0.0
 
     def patience_until_s(self, now_s: float, compute_s: float) -> float:
-        """It may wait for as long as computing what has arrived meanwhile takes, and a little more.
+        """Until when it may wait: as long as computing what has arrived since its turn would take, and `PATIENCE` more.
 
-        `compute_s`: of what is not here. The first call is when its turn comes.
+        `compute_s`: seconds to compute what has not arrived. The first call marks its turn.
         """
         if self.turn_s < 0.0:
             self.turn_s, self.compute_s = now_s, compute_s
@@ -65,7 +65,7 @@ class _Prefetch:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """Of one block into a block of host memory. `wanted`: by which prompts, at which of their places."""
+    """A read of one block into host memory. `wanted`: the prompts that need it, and at which place."""
 
     block_hash: bytes
     prefix: int | None
@@ -106,7 +106,7 @@ class Prefetcher:
     # ---- a prompt comes and goes ---------------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence, now_s: float) -> None:
-        """Look for what continues the prompt's prefix."""
+        """Ask the stores what they have behind the part of the prompt that is here."""
         if not self._tiers or not _may_load(sequence):
             return
         self._now_s = max(self._now_s, now_s)
@@ -122,7 +122,7 @@ class Prefetcher:
         prefetch.is_new = False  # its turn, if it is now, decides where reads begin
 
     def _block_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of all blocks that may be read: at least one token is left to compute."""
+        """The hashes of all blocks that may be read. At least one token is left to compute."""
         sequence.hash_tokens(self._size)
         return sequence.block_hashes[: (len(sequence.tokens) - 1) // self._size]
 
@@ -136,7 +136,7 @@ class Prefetcher:
         return block_hash in self._pool or block_hash in self._host
 
     def _is_worth_reading(self, sequence: Sequence, first: int, end: int) -> bool:
-        """Whether these blocks would be restored from host memory."""
+        """Whether copying these blocks from host memory would be faster than computing them."""
         cost, size, num_tokens = self._estimate.cost, self._size, len(sequence.tokens)
         saved_s = cost.prefill_seconds(num_tokens - first * size, first * size)
         saved_s -= cost.prefill_seconds(num_tokens - end * size, end * size)
@@ -154,12 +154,12 @@ class Prefetcher:
             self.read()
 
     def end(self, sequence: Sequence) -> None:
-        """Nothing more is to be read for it."""
+        """Stop reading for it."""
         if self._prefetches.pop(sequence, None) is not None:
             sequence.from_stores.clear()
 
     def __bool__(self) -> bool:
-        """Whether anything is read or fetched."""
+        """Whether anything is being read or fetched."""
         return bool(self._prefetches or self._fetches)
 
     def has(self, sequence: Sequence) -> bool:
@@ -169,12 +169,12 @@ class Prefetcher:
     # ---- its turn comes ------------------------------------------------------------------------------------------
 
     def schedule(self, now_s: float) -> None:
-        """A step is about to be made."""
+        """A step is about to be built."""
         self._now_s = max(self._now_s, now_s)
         self.wakes_at_s = math.inf
 
     def waits_until_s(self, sequence: Sequence, seconds: StepSeconds) -> float | None:
-        """Until when a prompt whose turn it is should wait for what is read, at most; None: it should not."""
+        """Until when a prompt whose turn has come should wait for reads; None: it should not wait."""
         prefetch = self._prefetch_of(sequence)
         if prefetch is None:
             return None
@@ -192,7 +192,7 @@ class Prefetcher:
         return self._tokens_now(prefetch, sequence.num_scheduled, seconds)
 
     def _prefetch_of(self, sequence: Sequence) -> _Prefetch | None:
-        """What may still be read for it, with the fetch from another worker that brings what comes next, if any."""
+        """Its prefetch, with the fetch from another worker that brings its next block, if there is one."""
         prefetch = self._prefetches.get(sequence)
         fetch: PrefixFetch | None = None
         if self._fetches and _may_load(sequence):
@@ -245,9 +245,9 @@ class Prefetcher:
         return end - first
 
     def _first_until_s(self, prefetch: _Prefetch, num_missing: int) -> float:
-        """Until when to wait for the first read, although computing seems faster: reads may be faster than they were.
+        """Until when to wait for the first read although computing seems faster, since reads may be faster than before.
 
-        If it has not ended by then, reading all of the rest takes longer than computing it.
+        If it has not ended by then, reading the rest takes longer than computing it.
         """
         fetch = prefetch.fetch
         if prefetch.has_read or not self._is_read(prefetch) or (fetch is not None and fetch.speed.num_reads):
@@ -258,7 +258,7 @@ class Prefetcher:
         return prefetch.turn_s + min(num_blocks / num_missing, PATIENCE) * prefetch.compute_s
 
     def _wait(self, prefetch: _Prefetch, until_s: float, read_s: float = 0.0) -> int:
-        """Until then if nothing arrives, or for `read_s` if reads go on as they should."""
+        """Wait until `until_s` if nothing arrives, or for `read_s` while reads arrive as expected."""
         prefetch.wait_until_s = max(until_s, self._now_s + read_s)
         self.wakes_at_s = min(self.wakes_at_s, until_s)
         return 0
@@ -268,7 +268,7 @@ class Prefetcher:
         return bool(prefetch.fetch or prefetch.reading or self._num_ahead() < self._most_ahead)
 
     def _late_at_s(self, prefetch: _Prefetch) -> float:
-        """From when on the next read that should end is late."""
+        """When the next read to end would be late."""
         patience_s = PATIENCE * prefetch.compute_s
         if prefetch.fetch is not None:
             return prefetch.fetch.speed.late_at_s(prefetch.fetch.num_piece, patience_s)
@@ -276,10 +276,11 @@ class Prefetcher:
         return min((tier.speed.late_at_s(1, patience_s) for tier in tiers), default=0.0)
 
     def _arrivals(self, prefetch: _Prefetch, first: int, until: int, *, fast: bool) -> list[tuple[int, float]]:
-        """The first token of each block in between that is being read or could be, and in how many seconds it is here.
+        """For each block between `first` and `until` that is being read or could be: its first token, and in how many
+        seconds it arrives.
 
-        Each store reads one block after the other; so does a fetch. What is not read yet is read from the back, and so
-        from one store after the other.
+        A store reads one block after the other, and so does a fetch. Blocks that are not being read yet will be read
+        from the back, so from one store after the other.
         """
         now_s = self._now_s
 
@@ -306,7 +307,7 @@ class Prefetcher:
         return [each for each in in_order if first <= each[0] < until]
 
     def _pass(self, prefetch: _Prefetch, first: int) -> None:
-        """Computing has come to this token."""
+        """The prompt has been computed up to this token."""
         if prefetch.fetch is not None:
             self._fetches.passed(prefetch.fetch, first)
         if first >= prefetch.end * self._size and not prefetch.unfound:
@@ -319,7 +320,7 @@ class Prefetcher:
         }
 
     def _next_here(self, prefetch: _Prefetch, first: int) -> int:
-        """The first token behind `first` whose block is here; one at `first` itself is not worth a copy."""
+        """The first token after `first` whose block is here. A block at `first` itself does not count."""
         places = iter(range(-(-first // self._size), prefetch.end))
         if not first % self._size:
             next((place for place in places if not self._is_here(prefetch.block_hashes[place])), None)
@@ -333,7 +334,7 @@ class Prefetcher:
         return self._host.num_blocks // 2
 
     def _num_ahead(self) -> int:
-        """Blocks of host memory that are read, or being read, for prompts."""
+        """Blocks of host memory that were read, or are being read, for prompts."""
         return sum(len(each.reading) + len(each.sequence.from_stores) for each in self._prefetches.values())
 
     def _tier(self, prefetch: _Prefetch, place: int) -> StoreTier:
@@ -394,7 +395,7 @@ class Prefetcher:
         self.read()
 
     def check(self) -> None:
-        """Prove that what is being read is what host memory keeps blocks for. Raises AssertionError."""
+        """Prove that host memory holds a block for each read. Raises AssertionError."""
         assert {each.block for each in self._reads.values()} == self._host.loading, "reads differ from host memory's"
         for prefetch in self._prefetches.values():
             assert prefetch.sequence.state is not State.FINISHED, "a sequence that ended is prefetch"

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from workers.costs import CostModel
 
-CHUNK_STEPS = 40  # empty steps: a chunk may always take as long as these
+CHUNK_STEPS = 40  # a chunk may always take as long as this many empty steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class StepSeconds:
     budget: int
 
     def now(self, count: int, first: int) -> float:
-        """Until so many tokens after `first` others are computed, from the next step on."""
+        """Seconds to compute `count` tokens after `first` others, from the next step on."""
         return self._seconds((*self.chunks, (count, first)), count)
 
     def later(self, count: int, first: int) -> float:
-        """The same from a later step on."""
+        """The same, from a later step on."""
         return self._seconds(((count, first),), count)
 
     def _seconds(self, chunks: Sequence[tuple[int, int]], count: int) -> float:
@@ -45,12 +45,12 @@ class StepSeconds:
         return step_s + num_more * self.cost.mixed_seconds((), self.batch, self.context_tokens)
 
     def tokens_within(self, step_s: float, first: int) -> int:
-        """How many tokens after `first` others the next step computes, if it takes at most so long."""
+        """How many tokens after `first` others the next step can compute within `step_s`."""
         return self.cost.prompt_tokens_within(step_s, first, self.chunks, self.batch, self.context_tokens)
 
     @property
     def floor_s(self) -> float:
-        """Of the next step without the prompt. 0: there is none."""
+        """Seconds of the next step without the prompt. 0: there is none."""
         if not self.chunks and not self.batch:
             return 0.0
         return self.cost.mixed_seconds(self.chunks, self.batch, self.context_tokens)
@@ -58,7 +58,7 @@ class StepSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """What of a cached prefix is not here. Positions and counts are in tokens.
+    """The part of a cached prefix that has not arrived. Positions and counts are in tokens.
 
     `first`: the next one to compute. `until`: the next one that has been read; `cached` if there is none. `missing`:
     the blocks in between that are being read or could be, in their order: the first position, and in how many seconds
@@ -78,7 +78,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Compute `num_tokens` now; 0: wait for what is read. `reads`: what is read, or will be, is worth using."""
+    """Compute `num_tokens` now; 0: wait for reads. `reads`: what is read, or will be, will be used."""
 
     num_tokens: int
     reads: bool
@@ -88,14 +88,14 @@ class Choice:
 def choose(gap: Gap, seconds: StepSeconds) -> Choice:
     """The fastest of waiting, computing everything, and both at once.
 
-    Reads may become faster, and a chunk that has begun ends. So it takes no longer than the prompt has taken already.
+    A chunk cannot be interrupted if reads become faster, so it takes no longer than the prompt has waited already.
     """
     first, most = gap.first, len(gap.missing)
     rest_s = seconds.later(gap.total - gap.cached, gap.cached)
     here_s = [*accumulate((arrives_s for _, arrives_s in reversed(gap.missing)), max, initial=0.0)]
 
     def target(passed: int) -> int:
-        """Where computing ends that passes so many missing blocks."""
+        """Where computing ends if it passes this many missing blocks."""
         return gap.missing[passed][0] if passed < most else gap.until
 
     def compute_s(passed: int) -> float:

@@ -1,10 +1,10 @@
-"""How fast blocks are read, from when reads end. Knows neither what reads nor why. Pure: time is an argument."""
+"""The speed of reads of KV blocks, measured when reads end. Pure: time is an argument."""
 
 WINDOW = 8  # reads
 
 
 class ReadSpeed:
-    """Of reads that end one after the other. `block_s`: seconds of a block, as of late. `num_reads`: that have ended.
+    """The speed of consecutive reads. `block_s`: recent seconds per block. `num_reads`: reads that have ended.
 
     `progress_s`: when the newest read ended, or the first one in flight began.
     """
@@ -17,12 +17,12 @@ class ReadSpeed:
         self._seconds = 0.0
 
     def begin(self, now_s: float) -> None:
-        """Reads begin after a pause, and may be faster or slower than before."""
+        """Reads begin after a pause; their speed may have changed."""
         self._roll()
         self.progress_s = now_s
 
     def ended(self, num_blocks: int, now_s: float) -> None:
-        """A read of so many blocks has ended."""
+        """A read of this many blocks has ended."""
         if self._reads == WINDOW:
             self._roll()
         self._reads += 1
@@ -40,14 +40,14 @@ class ReadSpeed:
 
     @property
     def fast_block_s(self) -> float:
-        """If the newest reads, or those before them, were late by chance."""
+        """The faster of the newest reads and those before them; the others may have been slow by chance."""
         return min(self.block_s, self._before_s)
 
     def slow_block_s(self, now_s: float, num_blocks: int) -> float:
-        """If the read in flight, of so many blocks, takes as long again as it has taken."""
+        """Seconds per block if the read in flight, of this many blocks, takes twice as long as it has taken so far."""
         return max(self.block_s, 2 * (now_s - self.progress_s) / num_blocks)
 
     def late_at_s(self, num_blocks: int, patience_s: float) -> float:
-        """From when on the read in flight, of so many blocks, is late: after twice its time, or after `patience_s`."""
+        """When the read in flight, of this many blocks, is late: after twice its expected time or `patience_s` more."""
         read_s = num_blocks * self.fast_block_s
         return self.progress_s + read_s + min(read_s, patience_s)

@@ -32,7 +32,7 @@ class _Flight:
 
 
 class Scheduler:
-    """Owns the queues and the block tables. Shares the pool, leases, loads and the estimate with its Engine.
+    """Owns the queues and the block tables. Shares the pool, leases, prefetcher and estimate with its Engine.
 
     `depth`: number of steps to keep in flight.
     """
@@ -62,7 +62,7 @@ class Scheduler:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step can be made behind the one in flight: of decodes alone, which need nothing but its tokens."""
+        """Whether a step of decodes can be scheduled before the tokens of the step in flight are known."""
         going = [each for each in self.queues.running if not each.finish_pending]
         return not self.queues.waiting and all(
             each.can_run_ahead and each.num_scheduled == len(each.tokens) >= each.num_initial_tokens for each in going
@@ -158,7 +158,7 @@ class Scheduler:
         self._flights.append(_Flight(touched, step.copies))
 
     def launch(self, copies: StepCopies) -> None:
-        """A step without sequences is in flight."""
+        """Put a step without sequences in flight."""
         self.steps += 1
         self._flights.append(_Flight((), copies))
 

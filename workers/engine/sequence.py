@@ -198,13 +198,13 @@ class Sequence:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the token behind the one in flight can be computed with no more than its number."""
+        """Whether its next step can be scheduled before the token of the step in flight is known."""
         sampling = self.request.sampling
         return not (self.hold or self.borrows or sampling.has_penalties or sampling.grammar is not None)
 
     @property
     def max_remaining_tokens(self) -> int:
-        """How many more tokens it can get."""
+        """How many more tokens it may generate."""
         most, room = self.request.sampling.max_tokens, self.max_length - len(self.tokens)
         return room if most is None else min(room, most - self.num_output)
 
@@ -232,7 +232,7 @@ class Sequence:
     def chunk(self, first: int, count: int, block_size: int, end_tokens: tuple[int, ...], now_s: float) -> Chunk:
         """The chunk of positions `first` ... `first + count - 1`, for the step that begins now.
 
-        A single one may be that of the token in flight.
+        A single position may be that of the token that the step in flight samples.
         """
         if self.first_step_s is None:
             self.first_step_s = now_s

@@ -112,7 +112,7 @@ class SequenceManager:
         return True
 
     def end(self, sequence: Sequence) -> None:
-        """At once, or when its last step in flight has ended."""
+        """End a sequence: at once, or when its last step in flight has ended."""
         if sequence.in_flight:
             sequence.finish_pending = True
             return
@@ -183,14 +183,14 @@ class SequenceManager:
                 self._append(sequence, (token,), None, now_s)
 
     def _append(self, sequence: Sequence, tokens: Items[int], logprobs: TokenLogprobs | None, now_s: float) -> None:
-        """Up to the token that ends the answer. Only the first one is of a sequence that is held for a reader."""
+        """Append tokens up to the one that ends the answer; only the first one if the sequence is held for a reader."""
         for count, token in enumerate(tokens):
             sequence.num_forced = count
             if self._append_one(sequence, token, logprobs, now_s) or sequence.hold:
                 break
 
     def _append_one(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> bool:
-        """Whether it ends the answer."""
+        """Append a token. Returns whether it ends the answer."""
         sequence.tokens.append(token)
         finish = sequence.finish_reason(self._end_tokens)
         first = sequence.decode_called_s is None and sequence.first_token_s is None
@@ -223,7 +223,7 @@ class SequenceManager:
         self.end(sequence)
 
     def _fail_not_computed(self, sequence: Sequence, is_lost: bool, stuck: str) -> None:
-        """No token can be sampled. If that is the model's fault, no other sequence may use this KV."""
+        """Fail a sequence for which no token can be sampled. If the logits are not finite, its KV is not reused."""
         key, fail = sequence.key, self.fail
         if stuck:
             return fail(key, f"its grammar allows no token: {stuck}", final=True)

@@ -18,7 +18,7 @@ from workers.engine.race import StepSeconds
 from workers.engine.sequence import Sequence, State
 from workers.engine.step import Chunk, StepPlan
 
-MAX_PASSED = 8  # in one step: each is looked at
+MAX_PASSED = 8  # waiting prompts that one step may pass over
 
 
 @dataclass(slots=True)
@@ -72,8 +72,8 @@ class StepBuilder:
         self._estimate = estimate
         self._max_decodes = max_decodes
         self._blocks_to_free = blocks_to_free
-        self._passed: list[Sequence] = []  # not admitted in this step, though others behind them may be
-        self._reading: dict[Sequence, float] = {}  # those of them that wait for what is read -> until when
+        self._passed: list[Sequence] = []  # not admitted in this step; later ones may be
+        self._reading: dict[Sequence, float] = {}  # those of them that wait for reads -> until when
         self._chosen: set[Sequence] = set()
         self._stopped: set[Sequence] = set()  # in flight; preempted once they are not
 
@@ -130,7 +130,7 @@ class StepBuilder:
         return count
 
     def _times(self) -> StepSeconds:
-        """Beside what this step computes already."""
+        """Predicted step times, given what this step computes already."""
         prompts = [(each.count, each.first) for each in self.slices if each.count > 1]
         decodes = [each.first + 1 for each in self.slices if each.count == 1]
         return StepSeconds(self.cost, prompts, len(decodes), sum(decodes), self._budget)
@@ -172,8 +172,9 @@ class StepBuilder:
         return None
 
     def _may_pass(self, sequence: Sequence) -> bool:
-        """Whether a prompt is computed before those of earlier turns have waited long enough for what is read, and
-        leaves them their slots and blocks.
+        """Whether this prompt can be computed before the passed prompts stop waiting for reads.
+
+        It must leave them slots and blocks.
         """
         if self._queues.num_slots <= len(self._reading) or not self._kv.leaves(sequence, tuple(self._reading)):
             return False
