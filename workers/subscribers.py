@@ -101,7 +101,7 @@ class Subscribers:
         for name, mailbox in list(self._mailboxes.items()):
             since_s = mailbox.sending_since_s
             if since_s is not None and now_s - since_s >= SUBSCRIBER_TIMEOUT_S:
-                logger.warning("%s takes no outputs; its requests end", name)
+                logger.warning("subscriber %s reads no outputs; its requests are cancelled", name)
                 self._remove(name)
 
     def _remove(self, name: str) -> None:

@@ -52,7 +52,7 @@ class KVEventReader:
     def _done(self, task: "asyncio.Task[None]") -> None:
         self._reading = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("reading cache events", exc_info=error)
+            logger.error("reading KV cache events failed", exc_info=error)
             self._last = self._reach = 0
 
     async def _read(self) -> None:
@@ -65,7 +65,7 @@ class KVEventReader:
                 async with asyncio.timeout(CALL_S):
                     await self._round()
             except (WorkerGone, WorkerError, TimeoutError) as error:
-                logger.info("cache events did not arrive (%s); reading the whole cache next", error)
+                logger.info("KV cache events did not arrive (%s); reading the whole cache next", error)
                 self._last = self._reach = 0
                 return
 

@@ -177,7 +177,7 @@ class WorkerClient:
                 self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        logger.error("the outputs of worker %s", self.name, exc_info=error)
+        logger.error("worker %s: its outputs could not be processed", self.name, exc_info=error)
         self.give_up(f"unexpected {type(error).__name__}: {error}")
 
     def _take(self, message: EngineOutputs) -> None:

@@ -259,7 +259,7 @@ class RpcConnection:
         name, reason = type(error).__name__, str(error).strip()
         if name in self._protocol.error_classes and all(isinstance(each, str | int | float) for each in error.args):
             return _Failure(name, reason, error.args)
-        logger.error("a call of %s failed", self._peer, exc_info=error)
+        logger.error("a call from %s failed", self._peer, exc_info=error)
         return _Failure(name, reason.partition("\n")[0])
 
     def _received_error(self, failure: _Failure) -> Exception:

@@ -178,4 +178,4 @@ def _guarded(action: Callable[[], None]) -> None:
     try:
         action()
     except Exception:
-        logger.exception("an error on the thread %s", threading.current_thread().name)
+        logger.exception("unexpected error on thread %s", threading.current_thread().name)

@@ -111,7 +111,7 @@ class _Service:
             folder = await asyncio.to_thread(self._find, spec.config.model)
             rank = await open_rank(spec.config, folder, spec.incarnation, self._shared, spec.rendezvous)
         except Exception:
-            logger.exception("rank %d of %s cannot open", spec.rendezvous.rank, spec.config.name)
+            logger.exception("rank %d of %s failed to load", spec.rendezvous.rank, spec.config.name)
             raise
         for each in rank.caches.values():
             each.watch(lambda block_hash, prefix: None, lambda block_hash: None)  # it learns what others store

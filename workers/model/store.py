@@ -176,7 +176,7 @@ def _record_origin(gguf: Path, sha256: str, folder: Path) -> None:
             found = replace(origin, path=gguf) if origin else find_origin(gguf, sha256, folder)
             write_origin(found, folder, Path(scratch))
     except OSError as error:
-        logger.debug("cannot record in %s that it came from %s: %s", folder, gguf, error)
+        logger.debug("cannot record the origin of %s, which is %s: %s", folder, gguf, error)
 
 
 def _converted_folder(sha256: str) -> Path:

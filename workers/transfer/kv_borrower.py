@@ -116,7 +116,9 @@ class KVBorrower:
         except UnknownSequence:
             return  # it ended meanwhile
         except Exception as error:
-            logger.exception("worker %s: move of %s", self._name, move.key, extra=log_fields(self._name, move.key))
+            logger.exception(
+                "worker %s: moving blocks of %s failed", self._name, move.key, extra=log_fields(self._name, move.key)
+            )
             reason = f"unexpected {type(error).__name__}: {error}"
         self._engine.sequences.move_failed(move, reason)
         self._changed()
@@ -161,7 +163,7 @@ class KVBorrower:
             fields = log_fields(self._name, wanted.key)
             logger.warning("worker %s: a recalled loan is not repaid yet: %s", self._name, reason, extra=fields)
         except Exception:
-            logger.exception("worker %s: a loan's return", self._name, extra=log_fields(self._name, wanted.key))
+            logger.exception("worker %s: returning a loan failed", self._name, extra=log_fields(self._name, wanted.key))
         self._engine.borrowed.not_returned(wanted)
         self._changed()
 

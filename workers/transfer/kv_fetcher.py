@@ -104,7 +104,7 @@ class KVFetcher:
             self._engine.sequences.fail(key, f"{type(error).__name__}: {error}", **kinds)
         except Exception as error:
             fields = log_fields(self._config.name, key)
-            logger.exception("worker %s: fetch of %s", self._config.name, key, extra=fields)
+            logger.exception("worker %s: fetching the KV of %s failed", self._config.name, key, extra=fields)
             self._engine.sequences.fail(key, f"unexpected {type(error).__name__}: {error}")
         self._changed()
 
@@ -188,7 +188,7 @@ class KVFetcher:
             reason = str(error) or f"it took longer than {timeout_s:.1f} s"
             logger.warning("worker %s: could not fetch a prefix: %s", self._config.name, reason)
         except Exception:
-            logger.exception("worker %s: fetch of a prefix", self._config.name)
+            logger.exception("worker %s: fetching a prefix failed", self._config.name)
 
     def _ended(self, key: str, task: "asyncio.Task[None]", fetch: PrefixFetch) -> None:
         if self._prefix_fetches.get(key) is task:

@@ -51,7 +51,7 @@ class Autoscaler:
             try:
                 self.trouble = await self.round()
             except Exception as error:  # the next round may succeed
-                logger.exception("a round failed")
+                logger.exception("the autoscaler round failed")
                 self.trouble = f"{type(error).__name__}: {error}"
             self.round_s = time.monotonic()
             failed = failed + 1 if self.trouble else 0
