@@ -127,7 +127,7 @@ async def test_blocks_come_back_when_there_is_room(
     model: Path, alone: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two workers lend. The blocks of the second one come back, with digests, while tokens are computed."""
-    monkeypatch.setattr("workers.engine.borrowing.Moves._pays", lambda *_: True)
+    monkeypatch.setattr("workers.engine.borrowing.BorrowedBlocks._pays", lambda *_: True)
     async with cluster(small(model)) as subject:
         running = await subject.begin(asked("long"), 5)
         owner = borrower(subject)
@@ -149,7 +149,9 @@ async def test_only_decodes_count_as_tokens_that_wait_for_a_lender(
     model: Path, monkeypatch: pytest.MonkeyPatch, max_tokens: int, waits: bool
 ) -> None:
     learned: list[float] = []
-    monkeypatch.setattr("workers.engine.borrowing.Moves.learn_wait", lambda _, seconds: learned.append(seconds))
+    monkeypatch.setattr(
+        "workers.engine.borrowing.BorrowedBlocks.learn_wait", lambda _, seconds: learned.append(seconds)
+    )
     async with cluster(small(model)) as subject:
         await subject.run(asked("long", max_tokens=max_tokens))
         await subject.settle()
