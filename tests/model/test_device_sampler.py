@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.gpu.parts.sampling import asked_host
 from tests.examples import examples
 from tests.model.test_sampler import draw
 from workers.engine.step import Draw
 from workers.executor import device_sampler
 from workers.executor.device_sampler import sample_on_device
-from workers.executor.grammar_masks import Allowed, Mask
+from workers.executor.grammar_masks import Mask
 from workers.executor.gumbel_max import uniforms_of_all
 from workers.executor.sampler import sample, sample_finite
 
@@ -149,20 +150,15 @@ def test_the_host_is_rarely_asked(
     sample_on_device(logits, [*(draw(position, **filters) for position in range(8)), draw(9, **mate)])  # type: ignore[arg-type]
 
 
-def test_the_host_decides_what_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_decides_what_is_close() -> None:
     """Two tokens far above all others whose values are equal, and log probabilities of the host's choice."""
     times = torch.from_numpy(uniforms_of_all(5, 8, 1500)).neg().log1p().neg()
     row = torch.full((1, 1500), -30.0)
     row[0, 3], row[0, 1200] = 0.0, float((times[1200] / times[3]).log())
     asked: list[int] = []
-
-    def counted(logits: Tensor, of: list[Draw], allowed: Allowed) -> object:
-        asked.append(len(of))
-        return sample(logits, of, allowed)
-
-    monkeypatch.setattr(device_sampler, "sample", counted)
     close = draw(8, seed=5, logprobs=1)
-    found = sample_on_device(torch.cat([row, row]).to(DEVICE), [draw(temperature=0), close])
+    with asked_host(asked):
+        found = sample_on_device(torch.cat([row, row]).to(DEVICE), [draw(temperature=0), close])
     assert found[0] == [3 if float(row[0, 1200]) <= 0 else 1200, sample(row, [close])[0][0]]
     assert asked == [1] and found[1][1] == sample(row, [close])[1][0]
 

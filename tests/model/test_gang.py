@@ -38,6 +38,7 @@ from workers.executor.rank import ModelPart, Rank
 from workers.executor.rank_loader import open_solo
 from workers.executor.rank_server import RankTasks, serve_rank
 from workers.executor.rank_spec import RankSpec, Rendezvous
+from workers.executor.remote_rank import RemoteRank
 from workers.model.folder import ModelFolder
 from workers.request import SamplingParams
 
@@ -161,6 +162,55 @@ async def test_a_lost_rank_fails_the_gang(nine_heads: ModelFolder, busy: bool) -
     async with asyncio.timeout(20):
         await asyncio.gather(*steps, return_exceptions=True)
         await gang.close()
+
+
+async def test_a_step_that_ends_after_its_gang_is_lost_has_no_result(
+    nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs an aborted sum leaves any numbers, and no error."""
+    compute, execute = rank_module.compute, RemoteRank.execute
+    may_end, replies = threading.Event(), list[Awaitable[StepResult]]()
+
+    def late(part: ModelPart, pool: KVPool, plan: StepPlan, *more: Any) -> StepResult:
+        done = compute(part, pool, plan, *more)
+        assert "rank-0" not in threading.current_thread().name or may_end.wait(SOON_S)
+        return done
+
+    def noted(remote: RemoteRank, plan: StepPlan) -> "asyncio.Future[StepResult]":
+        replies.append(reply := execute(remote, plan))
+        return reply
+
+    async with asyncio.timeout(SOON_S):
+        gang = await open_tasks(nine_heads, 2, 1)
+        monkeypatch.setattr(rank_module, "compute", late)
+        monkeypatch.setattr(RemoteRank, "execute", noted)
+        step = asyncio.ensure_future(gang.execute(plans()[0]))
+        await asyncio.sleep(0)
+        await replies[0]
+        gang._connections.lost(RankLost("rank 1 ended"))
+        may_end.set()
+        with pytest.raises(RankLost, match="rank 1 ended"):
+            await step
+        await gang.close()
+
+
+async def test_a_lost_gang_is_aborted_beside_the_event_loop(
+    nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL may take as long as a step."""
+    close, threads = ModelPart.close, list[threading.Thread]()
+
+    def noted(part: ModelPart) -> None:
+        threads.append(threading.current_thread())
+        close(part)
+
+    monkeypatch.setattr(ModelPart, "close", noted)
+    async with asyncio.timeout(SOON_S):
+        gang = await open_tasks(nine_heads, 2, 1)
+        gang._connections.lost(RankLost("rank 1 ended"))
+        await gang.failure()
+        await gang.close()
+    assert threads and threading.current_thread() not in threads
 
 
 async def test_a_gang_refuses_queries_that_do_not_fit_and_reports_a_lost_rank(nine_heads: ModelFolder) -> None:

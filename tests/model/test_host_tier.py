@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +141,8 @@ class FakeDriver:
         return int(num_bytes > self._limit_bytes)
 
     def cudaHostUnregister(self, address: int) -> None:
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        assert any(int(first, 16) <= address < int(end, 16) for first, end in ranges), "other memory may be there now"
         del self.pinned[address]
 
     def _check(self, result: int) -> None:

@@ -1,6 +1,7 @@
 """A worker without `kv_blocks` takes what its device has room for: never more than its part, the same on every rank."""
 
 import itertools
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +101,39 @@ async def test_all_ranks_take_what_fits_on_the_one_with_least_room(
     gang = await open_tasks(model, tensor, pipeline, kv_blocks=0)
     assert gang.facts.kv_blocks == 30
     assert [shard.num_blocks for shard in gang.shards()] == [30, 30, 30]
+    await gang.close()
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (1, 3)])
+async def test_ranks_on_gpus_measure_their_steps_once_all_have_loaded(
+    model: ModelFolder, monkeypatch: pytest.MonkeyPatch, tensor: int, pipeline: int
+) -> None:
+    """In the first sum of a step, ranks that load faster would wait for the others at the deadline of a step."""
+    init = rank_loader._Loader.__init__
+    numbers, loaded, measures = itertools.count(), [], threading.Event()
+
+    def on_gpu(loader: Any, *given: Any) -> None:
+        init(loader, *given)
+        loader._is_host = False
+
+    def slow_at_first(*given: Any, **named: Any) -> Any:
+        if next(numbers) == 0:
+            measures.wait(0.5)
+        loaded.append(load_decoder(*given, **named))
+        return loaded[-1]
+
+    def measured(*_: Any, **named: Any) -> tuple[int, int]:
+        measures.set()
+        assert len(loaded) == 3
+        return 0, 0
+
+    monkeypatch.setattr(rank_loader._Loader, "__init__", on_gpu)
+    monkeypatch.setattr(rank_loader, "load_decoder", slow_at_first)
+    monkeypatch.setattr(rank_loader, "_measured", measured)
+    monkeypatch.setattr(rank_loader, "memory_of", lambda _: (1 << 20, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+    gang = await open_tasks(model, tensor, pipeline, kv_blocks=0)
+    assert len(loaded) == 3
     await gang.close()
 
 

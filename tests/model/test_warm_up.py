@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,12 +65,15 @@ def test_requests_wait_for_no_kernel(
     assert len(needed) >= 9 and {kernel for kernel, *_ in needed} == {kernel for kernel, *_ in prepared}
 
 
-def test_requests_wait_for_no_graph(three_layers: ModelFolder) -> None:
+@pytest.mark.parametrize("max_running", [3, 4])
+def test_requests_wait_for_no_graph(three_layers: ModelFolder, max_running: int) -> None:
+    """Also where the largest bucket is more than the engine takes."""
+    engine = replace(ENGINE, max_running=max_running)
     model = load_decoder(three_layers, CPU, torch.float32)
     pool, capture = pool_for(model.config, 40, 8), Repeated()
-    part = ModelPart(model, graphs=DecodeGraphs(model, pool.blocks, ENGINE.max_running, CONTEXT, capture))
+    part = ModelPart(model, graphs=DecodeGraphs(model, pool.blocks, max_running, CONTEXT, capture))
     assert part.graphs is not None
-    for plan in compiling_steps(ENGINE, CONTEXT, part.graphs.buckets):
+    for plan in compiling_steps(engine, CONTEXT, part.graphs.buckets):
         compute(part, pool, plan)
     captures = capture.captures
     assert captures == len(part.graphs.buckets) == 3

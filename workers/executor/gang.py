@@ -107,6 +107,8 @@ class GangExecutor:
             steps = await asyncio.gather(
                 asyncio.shield(own), *sent
             )  # a cancelled caller must not leave ranks alone in a step
+            if self._connections.failure.done():
+                raise self._connections.failure.result()  # a GPU ends an aborted sum with any numbers
         except Exception as error:
             cause = error
             try:

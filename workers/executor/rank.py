@@ -100,7 +100,7 @@ class Rank:
         self._pool = pool
         self._transports = transports
         self._thread = thread
-        self._zeroing = BackgroundTasks()
+        self._tasks = BackgroundTasks()
         self._shard = part.shard or shard_of(part.model.config, ParallelConfig(), 0)
         self._lender = Lender(part.model, self._shard, pool.blocks)
         self._remote_attend: RemoteAttend | None = None
@@ -194,7 +194,7 @@ class Rank:
         def settle(_: "asyncio.Future[None]") -> None:
             arrived = read.done.done() and not read.done.cancelled() and read.done.exception() is None
             if not arrived:
-                self._zeroing.start(self._zero_blocks(order.target_blocks, settled))
+                self._tasks.start(self._zero_blocks(order.target_blocks, settled))
             elif not settled.done():
                 settled.set_result(None)
 
@@ -219,13 +219,13 @@ class Rank:
         return await never
 
     def abort(self) -> None:
-        """Stop waiting for other ranks: their gang is lost."""
-        self._part.close()
+        """Stop waiting for other ranks: their gang is lost. Beside the event loop, since NCCL may take long."""
+        self._tasks.start(asyncio.to_thread(self._part.close))
 
     async def close(self) -> None:
         try:
             await self._transports.close()
-            await asyncio.gather(*self._zeroing)
+            await asyncio.gather(*self._tasks)
             await self._lender.close()
             for cache in self.caches.values():
                 await cache.close()

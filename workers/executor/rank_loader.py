@@ -248,6 +248,7 @@ class _Loader:
             memory = DeviceMemory(total_bytes, free_bytes, psutil.Process().memory_info().rss)
             other_bytes += facts.host_cache_blocks * layout.block_bytes
         else:
+            self._fewest("loaded weights", 0)  # all have: a step's first sum does not wait as long as a load may take
             step_bytes, of_graphs = _measured(part, layout, device, engine, context_length, is_captured=is_captured)
             free_bytes, total_bytes = memory_of(device)
             memory = DeviceMemory(total_bytes, free_bytes, torch.cuda.memory_allocated(device), step_bytes, of_graphs)
@@ -274,9 +275,7 @@ class _Loader:
             store.set(f"{what}/{place}", str(blocks))
             return min(int(store.get(f"{what}/{each}")) for each in range(self._config.parallel.world_size))
         except RuntimeError as error:
-            raise RankLost(
-                f"not all ranks reported how many {what} they can hold: {str(error).splitlines()[0]}"
-            ) from error
+            raise RankLost(f"not all ranks reported their {what}: {str(error).splitlines()[0]}") from error
 
 
 def has_default_host_cache(config: WorkerConfig, device: torch.device) -> bool:

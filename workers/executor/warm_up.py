@@ -89,7 +89,7 @@ def _decodes(engine: EngineConfig, context_length: int, graphs: Sequence[tuple[i
     """Only the first sequence has the bucket's context. Without graphs: as many sequences as the engine takes."""
     for sequences, context in graphs or [(engine.max_running, TOKENS), (engine.max_running, LONG_CONTEXT)]:
         others = min(TOKENS, context_length - 1)
-        contexts = [min(context, context_length), *[others] * (sequences - 1)]
+        contexts = [min(context, context_length), *[others] * (min(sequences, engine.max_running) - 1)]
         yield _step(engine, *(_chunk(engine, f"decode-{at}", each - 1, 1) for at, each in enumerate(contexts)))
 
 

@@ -38,10 +38,17 @@ def pinned(num_bytes: int) -> Tensor:
     Raises `RuntimeError` if it cannot be pinned.
     """
     mapping = _mapping(num_bytes)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    view = memoryview(mapping)
+    memory = torch.frombuffer(view, dtype=torch.uint8)
+    address = memory.data_ptr()
     cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
-    weakref.finalize(mapping, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
+    torch.cuda.check_error(cuda.cudaHostRegister(address, num_bytes, 0))
+
+    def unpin(_: mmap.mmap) -> None:
+        cuda.cudaHostUnregister(address)
+
+    # Of the view, and with the mapping: a mapping is unmapped before a finalizer of its own is called.
+    weakref.finalize(view, unpin, mapping).atexit = False
     return memory
 
 

@@ -17,6 +17,7 @@ from kvtransfer.layout import KVLayout
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.executor import device_sampler
 from workers.executor.device_sampler import Sampled, sample_on_device
+from workers.executor.grammar_masks import Allowed
 from workers.executor.inputs import step_arrays
 from workers.executor.kv_pool import allocate_pool
 from workers.executor.sampler import sample
@@ -48,7 +49,7 @@ def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     figures: dict[str, object] = {}
     close: list[int] = []
-    with _asked_host(close):
+    with asked_host(close):
         for rows in (1,) if tiny else ROWS:
             figures |= _sampling(device, rows, 300 if tiny else VOCAB, torch.bfloat16)
         _sampling(device, 2 if tiny else 8, 300 if tiny else VOCAB, torch.float32)  # the same tokens there too
@@ -91,12 +92,12 @@ def _draw(params: SamplingParams, row: int) -> Draw:
 
 
 @contextmanager
-def _asked_host(close: list[int]) -> Iterator[None]:
+def asked_host(close: list[int]) -> Iterator[None]:
     """Appends how many rows the device left to the host each time."""
 
-    def counted(logits: Tensor, draws: Sequence[Draw]) -> object:
+    def counted(logits: Tensor, draws: Sequence[Draw], allowed: Allowed) -> object:
         close.append(len(draws))
-        return sample(logits, draws)
+        return sample(logits, draws, allowed)
 
     setattr(device_sampler, "sample", counted)  # noqa: B010
     yield
