@@ -26,7 +26,7 @@ COLORS = {
     FIXED_ROLES: "#7FCEB9",
     SPLIT: style.BLUE,
     COLOCATED: style.ORANGE,
-    SYSTEM: style.GREY,
+    SYSTEM: style.GRAY,
     ROUTER: style.SKY,
     TIMETABLE: "#555555",
     PER_PHASE: "#000000",
@@ -160,7 +160,7 @@ def _over_time(result: Result) -> Any:
     above.set_title(f"{result.scenario}, {ours.rate:.2f} requests/s; below, what Diptych's workers computed")
     for panel in (above, below):
         for _, begin_s in result.boundaries[1:]:
-            panel.axvline(begin_s, color=style.GREY, linewidth=0.8)
+            panel.axvline(begin_s, color=style.GRAY, linewidth=0.8)
         panel.grid(visible=False)
     _roles(below, ours)
     below.set(xlabel="seconds", xlim=(0, result.seconds))

@@ -21,10 +21,10 @@ from cluster.cli.lifetime import run
 from cluster.cli.screen import PullProgress, console, print_json, progress_bar, say
 from cluster.offline.load.endpoint import Endpoint, Target
 from cluster.offline.load.goodput_search import GoodputQuery, search
-from cluster.offline.load.machine import About, about
+from cluster.offline.load.machine import MeasurementInfo, measurement_info
 from cluster.offline.load.sender import LoadOptions
 from cluster.offline.load.trials import TrialPlan, configuration_of, external, kind_of, open_endpoint, run_trials
-from cluster.offline.report.html import More, Picture
+from cluster.offline.report.html import ExtraContent, Picture
 from cluster.offline.report.table import SystemResult, probes, terminal
 from cluster.offline.report.trials import has_verdicts, summary_lines, trial_intervals, trial_tables, verdict_map
 from cluster.offline.scoring.figures import figures, slo_text
@@ -113,15 +113,15 @@ def measure(options: BenchOptions) -> None:
         print_comparison(compared, as_json=False)
         for reason, count in compared[0].figures.reasons:
             say(f"{count} requests did not finish: {reason}")
-    more = More(grids=(probes(compared),)) if goodputs else More()
-    _finish(options, here, compared, {}, more)
+    extra = ExtraContent(grids=(probes(compared),)) if goodputs else ExtraContent()
+    _finish(options, here, compared, {}, extra)
 
 
 Drive = Callable[..., Run]  # (workload, seed, text of the progress bar)
 
 
 @contextmanager
-def _driver(options: BenchOptions) -> Iterator[tuple[Drive, About]]:
+def _driver(options: BenchOptions) -> Iterator[tuple[Drive, MeasurementInfo]]:
     """Opens the endpoint. The function runs one workload on it, with a progress bar."""
     with asyncio.Runner() as runner, progress_bar() as bar:
         stack = AsyncExitStack()
@@ -133,7 +133,7 @@ def _driver(options: BenchOptions) -> Iterator[tuple[Drive, About]]:
 
         try:
             say(f"load on {endpoint.description}")
-            yield drive, about([endpoint.description], options.all_seeds)
+            yield drive, measurement_info([endpoint.description], options.all_seeds)
         finally:
             runner.run(stack.aclose())
 
@@ -167,7 +167,7 @@ def compare_configurations(options: BenchOptions, given: Sequence[str], runtime:
     plan = TrialPlan(options.workload, rates, seeds, runtime, options.access, options.concurrency)
     for rate in plan.rates:
         plan.workload(rate, options.seed)  # raises before anything is started
-    here = about([each.description for each in configurations], options.all_seeds)
+    here = measurement_info([each.description for each in configurations], options.all_seeds)
     if here.is_busy:
         say(f"load {here.load_before[0]:.1f} on {here.cores} cores: this machine is busy, do not quote these figures")
     file = None if options.out is None else options.out / "runs.jsonl"
@@ -193,7 +193,7 @@ def compare_configurations(options: BenchOptions, given: Sequence[str], runtime:
         pictures.insert(0, Picture("verdicts", caption, partial(verdict_map, found)))
     note = "Tables of systems and pictures of requests show one run of each configuration only."
     document = {"runs": [_run_json(each) for each in found.all], "summary": list(lines)}
-    _finish(options, here, compared, document, More(lines, tables, tuple(pictures)), note)
+    _finish(options, here, compared, document, ExtraContent(lines, tables, tuple(pictures)), note)
 
 
 class _TrialProgress:
@@ -271,10 +271,10 @@ def _run_json(trial: SeedRun) -> dict[str, Any]:
 
 def _finish(
     options: BenchOptions,
-    about: About,
+    about: MeasurementInfo,
     compared: Sequence[SystemResult],
     results: dict[str, Any],
-    more: More,
+    extra: ExtraContent,
     note: str = "",
 ) -> None:
     """Print the JSON and write the folder, if requested. The page has the `note`."""
@@ -283,7 +283,7 @@ def _finish(
         print_json(document)
     if options.out is not None:
         notes = (*about.lines, *filter(None, [note]))
-        write_report(compared, options.out, "Benchmark", options.workload, document=document, notes=notes, more=more)
+        write_report(compared, options.out, "Benchmark", options.workload, document=document, notes=notes, extra=extra)
 
 
 def rates_of(text: str | None) -> tuple[float, ...]:

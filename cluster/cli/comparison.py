@@ -10,7 +10,7 @@ import click
 from cluster.cli.screen import console, print_json, say
 
 if TYPE_CHECKING:
-    from cluster.offline.report.html import More
+    from cluster.offline.report.html import ExtraContent
     from cluster.offline.report.table import SystemResult
     from workers.request import SLO
 
@@ -54,7 +54,7 @@ def write_report(
     *,
     document: Any = None,
     notes: Sequence[str] = (),
-    more: "More | None" = None,
+    extra: "ExtraContent | None" = None,
 ) -> None:
     """Write figures.json, each picture as PNG, report.html with all of them, and a Perfetto trace of each run.
 
@@ -64,20 +64,20 @@ def write_report(
     import json
 
     from cluster.offline.report import perfetto
-    from cluster.offline.report.html import NO_MORE, page, pictures
+    from cluster.offline.report.html import NO_EXTRA, page, pictures
     from cluster.offline.report.style import NoPictures, png
 
-    more = more or NO_MORE
+    extra = extra or NO_EXTRA
     out.mkdir(parents=True, exist_ok=True)
     shown = document if document is not None else [each.as_json() for each in compared]
     (out / "figures.json").write_text(json.dumps(shown, indent=2) + "\n")
     written = ["figures.json", "report.html"]
     try:
-        images = {each.name: png(each.draw()) for each in (*more.pictures, *pictures(compared))}
+        images = {each.name: png(each.draw()) for each in (*extra.pictures, *pictures(compared))}
     except NoPictures as error:
         images = {}
         say(f"no pictures: {error}")
-    (out / "report.html").write_text(page(title, compared, subtitle=source, notes=notes, images=images, more=more))
+    (out / "report.html").write_text(page(title, compared, subtitle=source, notes=notes, images=images, extra=extra))
     for name, image in images.items():
         (out / f"{name}.png").write_bytes(image)
         written.append(f"{name}.png")

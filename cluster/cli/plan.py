@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cluster.offline.plan.budget import Budget
     from cluster.offline.plan.load import PlanLoad
     from cluster.offline.plan.request import PlanRequest
-    from cluster.offline.plan.running import Tried
+    from cluster.offline.plan.running import RatedArrangement
     from workers.request import SLO
 
 INSTANCE_S, PLACEMENT_S = 120.0, 600.0  # default time limits
@@ -344,7 +344,7 @@ def _advise(options: PlanOptions, access: Access) -> None:
     if options.hardware and (listed := hardware_of(options.hardware).price_per_hour) is not None:
         prices = dict.fromkeys(pools, listed) | prices
     running = observed(view, window, profile, slo, options.target, prices)
-    tried: list[Tried] = []
+    tried: list[RatedArrangement] = []
 
     def work(budget: "Budget", progress: SearchProgress) -> None:
         for each in try_all(running, budget.each):

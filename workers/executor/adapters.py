@@ -53,7 +53,7 @@ class RankAdapters:
         step.of_layer(0)(QKV, x, y)
 
     def of_step(self, arrays: StepArrays) -> Callable[[], StepAdapters]:
-        """What brings the step's adapters to the device; holds on to them, so they may be dropped from now on."""
+        """A function that copies the step's adapters to the device. It holds them, so they may be dropped meanwhile."""
         chosen = {each: self._loaded[each] for each in arrays.adapters}
         assert arrays.numbers is not None
         numbers = arrays.numbers

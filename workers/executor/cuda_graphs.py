@@ -148,7 +148,7 @@ def context_bucket(context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Of a device: bytes that torch has reserved for this process, and bytes that nothing has allocated."""
+    """Memory of a device: bytes that torch has reserved for this process, and bytes that nothing has allocated."""
 
     reserved: int
     free: int
@@ -175,7 +175,7 @@ def graph_bytes(open_graphs: Callable[[], DecodeGraphs], memory_use: Callable[[]
 
 
 def cuda_memory_use(device: torch.device) -> MemoryUse:
-    """Without memory that torch caches."""
+    """Memory use of the device, without memory that torch caches."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return MemoryUse(torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[0])
@@ -183,12 +183,12 @@ def cuda_memory_use(device: torch.device) -> MemoryUse:
 
 @cache
 def _capture_stream(device: int) -> Any:
-    """One for each device: cuBLAS keeps a workspace of 32 MiB for each stream."""
+    """The capture stream of a device, for all captures: cuBLAS keeps a workspace of 32 MiB for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def cuda_capture() -> Capture:
-    """Captures on the current device. All graphs of one `Capture` share memory for intermediate results. A handle of
+    """A `Capture` on the current device. All graphs of one `Capture` share memory for intermediate results. A handle of
     such memory must not be used again once its graphs are gone, so each `Capture` has its own.
     """
     memory: Any = torch.cuda.graph_pool_handle()

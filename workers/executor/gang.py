@@ -351,7 +351,7 @@ async def open_gang(
 
 
 async def _named(rank: int, opening: Coroutine[Any, Any, None]) -> None:
-    """Adds the rank to the error."""
+    """Add the rank to errors."""
     try:
         await opening
     except ModelError as error:
@@ -367,7 +367,7 @@ async def _abandon(name: str, opening: "asyncio.Future[Rank]") -> None:
 
 
 async def _done(reads: Sequence[Read]) -> ReadStats:
-    """All ranks' stats, or the first error. Whoever cancels this leaves the reads alone."""
+    """The statistics of all ranks, or the first error. Cancelling this does not cancel the reads."""
     return summed(await asyncio.gather(*(asyncio.shield(read.done) for read in reads)))
 
 

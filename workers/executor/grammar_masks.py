@@ -102,7 +102,7 @@ class GrammarMasks:
         self._compiling = ThreadPoolExecutor(1, "grammars")
 
     def prepare(self, grammar: Grammar) -> "Future[None]":
-        """Compile it, not in the way of masks. Raises `InvalidRequest`."""
+        """Compile a grammar on a thread of its own. Raises `InvalidRequest`."""
         return self._compiling.submit(self._compile, grammar)
 
     def _compile(self, grammar: Grammar) -> None:

@@ -96,7 +96,7 @@ class KVPool:
 
 
 def _converted(blocks: Tensor, dtype: torch.dtype, at_once: int) -> Iterator[Tensor]:
-    """The blocks one by one, as slots of `dtype`."""
+    """Yield the blocks one by one, converted to slots of `dtype`."""
     for first in range(0, len(blocks), at_once):
         yield from to_slots(from_slots(blocks[first : first + at_once], torch.float32), dtype)
 

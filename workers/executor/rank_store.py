@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Store(Protocol):
-    """What a disk and a server of blocks have in common: see `KVStore`."""
+    """The interface of a disk and of a remote server of blocks; see `KVStore`."""
 
     read_byte_s: float
 

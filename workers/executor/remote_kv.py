@@ -169,7 +169,7 @@ class Lender:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _checked(self, blocks: tuple[int, ...], query: SpanQuery) -> Callable[[], bytes]:
-        """The work. Raises `TransferError` if the query does not fit."""
+        """The function that attends. Raises `TransferError` if the query does not fit."""
         (first, end), (low, high), layers = query.heads, self._shard.heads, self._shard.layers
         tokens = num_tokens(query, self._model.config.head_dim)
         if not (layers[0] <= query.layer < layers[1] and low <= first < end <= high and tokens):
@@ -220,7 +220,7 @@ class Lender:
 
 
 def num_tokens(query: SpanQuery, head_dim: int) -> int:
-    """0 if its bytes are not whole tokens of its heads."""
+    """The tokens of a query. 0 if its bytes are not whole tokens of its heads."""
     heads = query.heads[1] - query.heads[0]
     tokens, rest = divmod(len(query.query), max(1, heads * head_dim * 4))
     fits = heads > 0 and not rest and len(query.state) in (0, tokens * heads * (head_dim + 2) * 4)

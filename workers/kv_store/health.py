@@ -37,7 +37,7 @@ class KVStoreStats:
 
     @property
     def problem(self) -> str:
-        """All of what is stopped."""
+        """What is stopped, and why."""
         whys = {
             "reads stopped": self.stopped_reads,
             "writes stopped": self.stopped_writes,
@@ -47,7 +47,7 @@ class KVStoreStats:
 
 
 class StoreHealth:
-    """Of `what`: reads or writes. Owned by a store, which closes it. `on_stop` is called when they stop.
+    """The health of `what`, reads or writes. Owned by a store, which closes it. `on_stop` is called when they stop.
 
     `probe` asks again after a pause, on a thread, and reports `succeeded` or `failed`; no request waits for it. Without
     one they stay stopped. `answers`: what has succeeded.

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class IOOutcome(Enum):
-    """Of a job on a thread."""
+    """The outcome of a job on a thread."""
 
     GOOD = "good"
     MISS = "miss"  # a server has no such key

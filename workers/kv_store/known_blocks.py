@@ -7,7 +7,7 @@ MAX_KNOWN = 1 << 16
 
 
 class KnownBlocks:
-    """By content hash; beyond `most` the least recently used is forgotten. `gone` gets each that leaves."""
+    """Content hashes of known blocks. Beyond `most` the least recently used is forgotten, and `gone` gets it."""
 
     def __init__(self, most: int = MAX_KNOWN) -> None:
         self.gone: Callable[[bytes], object] = len

@@ -50,7 +50,7 @@ class PeerSlab:
 
 
 class _Seen(NamedTuple):
-    """By one look."""
+    """What one scan of the folder found."""
 
     ended: list[PeerSlab]
     changes: list[tuple[PeerSlab, list[SlotChange]]]
@@ -58,7 +58,7 @@ class _Seen(NamedTuple):
 
 
 class PeerSlabs:
-    """Owned by a KVStore, which stops it. Opening looks once, which blocks. `found_prefixes`: what that found."""
+    """Owned by a KVStore, which stops it. Opening scans once, which blocks. `found_prefixes`: what that found."""
 
     def __init__(self, own: Slab, fingerprint: bytes) -> None:
         self.found_prefixes: dict[bytes, int] = {}
@@ -77,7 +77,10 @@ class PeerSlabs:
             more = seen.more
 
     def watch(self, added: Callable[[bytes, int], object], gone: Callable[[bytes], object]) -> None:
-        """Look from now on. As `KVStore.watch`; `gone` may be told of what the store itself has. On the event loop."""
+        """As `KVStore.watch`: scan periodically from now on. `gone` may get blocks that the store itself has.
+
+        On the event loop.
+        """
         self._added, self._gone = added, gone
         self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
 
@@ -97,11 +100,11 @@ class PeerSlabs:
 
     @property
     def stopped(self) -> list[str]:
-        """Why which slabs are no longer read."""
+        """Which slabs are no longer read, and why."""
         return [f"{peer.reads.what}: {peer.reads.stopped}" for peer in self._peers if peer.reads.stopped]
 
     def forget(self, block_hash: bytes) -> None:
-        """Do not read it again from where it is now."""
+        """Do not read this block from its present slot again."""
         if [peer for peer in self._peers if peer.slots.pop(block_hash, None) is not None]:
             self._gone(block_hash)
 
@@ -118,7 +121,7 @@ class PeerSlabs:
         self._looker.submit(lambda _: self._look(), self._take_and_wait)
 
     def _look(self) -> _Seen:
-        """On the looking thread."""
+        """On the scanning thread."""
         own = self._own.path
         try:
             with os.scandir(own.parent) as entries:
@@ -172,7 +175,7 @@ class PeerSlabs:
                 self._gone(block_hash)
 
     def stop(self) -> tuple[IOThreads, ...]:
-        """No more looks. Returns the threads, which end."""
+        """Stop scanning. Returns the threads, which end."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -347,7 +347,7 @@ class _BoundedParser(_RESP2Parser):
 
 
 def _failed(error: Exception) -> IOResult:
-    """Of the client, which gets whatever the server sends."""
+    """The text of an error of the client, which parses whatever the server sends."""
     return IOResult(IOOutcome.FAILED, str(error) or repr(error))
 
 

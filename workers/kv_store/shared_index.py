@@ -1,4 +1,4 @@
-"""What the owner of a slab tells other workers of it: a file beside the slab, which they read.
+"""What the owner of a slab publishes about it: a file beside the slab, which other workers read.
 
     page 0   a title: of whose blocks, how many slots, an id of this opening; and the number of the last change
     ring     the last `RING` changes
@@ -60,7 +60,7 @@ def index_bytes(num_slots: int) -> int:
 
 
 class SharedIndex:
-    """Of the slab's owner, who closes it. Raises `OSError`. `change` is for the threads that write."""
+    """Owned by the slab's owner, who closes it. Raises `OSError`. The writing threads call `change`."""
 
     def __init__(self, path: Path, fingerprint: bytes, num_slots: int, found: Iterable[SlotContent]) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class SharedIndex:
             raise
 
     def change(self, content: SlotContent) -> None:
-        """Tell what a slot holds from now on."""
+        """Publish what a slot holds from now on."""
         with self._lock:
             record = _record(self._number + 1, content)
             self._write(record, _TABLE + content.slot * RECORD_BYTES)
@@ -174,7 +174,7 @@ def _record(number: int, content: SlotContent) -> bytes:
 
 
 def _decode(record: bytes | memoryview) -> tuple[int, SlotContent] | None:
-    """The number of a change and what it tells. None: it was not written completely, or never."""
+    """The number of a change and its content. None: it was not written completely, or never."""
     if len(record) != RECORD_BYTES or not _is_whole(record):
         return None
     number, place, block_hash, prefix = _CHANGE.unpack(record[: _CHANGE.size])

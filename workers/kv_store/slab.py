@@ -202,7 +202,7 @@ def slab_bytes(num_slots: int, block_bytes: int) -> int:
 
 
 def open_slab(folder: Path, num_slots: int, block_bytes: int, title: bytes) -> Slab:
-    """One that no worker has open: with this size and title, else with this size, else any, else a new one.
+    """A slab that no worker has open: with this size and title, else with this size, else any, else a new one.
 
     So there are no more than workers that ran at the same time. Raises `KVStoreError`.
     """

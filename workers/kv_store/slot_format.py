@@ -26,7 +26,7 @@ _TITLE = struct.Struct("<8sIQ32s")  # magic, format, block bytes, fingerprint: h
 
 
 class SlabTitle(NamedTuple):
-    """Of whom opened the file last."""
+    """What the process that opened the file last wrote into page 0."""
 
     block_bytes: int
     fingerprint: bytes

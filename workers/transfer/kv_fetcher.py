@@ -178,7 +178,7 @@ class KVFetcher:
         return ticket.num_tokens
 
     async def _follow(self, fetch: PrefixFetch, ticket: TransferTicket, timeout_s: float) -> None:
-        """Until all that is wanted of it has arrived."""
+        """Wait until all that is wanted of the prefix has arrived."""
         skip_tokens = fetch.num_shared * self._config.engine.block_size
         order = _PrefixOrder(self._engine, fetch, self._changed)
         try:

@@ -18,7 +18,7 @@ PACKAGES = ("diptych", "torch", "ray", "grpcio", "numpy", "nixl-cu12", "nixl-cu1
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class MeasurementInfo:
     """`load_before`: load averages of 1, 5 and 15 minutes at the start. `endpoints`: their descriptions."""
 
     date: str
@@ -53,9 +53,9 @@ class About:
         return self.load_before[0] > BUSY * self.cores
 
 
-def about(endpoints: Sequence[str], seeds: Sequence[int]) -> About:
+def measurement_info(endpoints: Sequence[str], seeds: Sequence[int]) -> MeasurementInfo:
     """The current process and machine."""
-    return About(
+    return MeasurementInfo(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(sys.argv),
         endpoints=tuple(endpoints),

@@ -82,7 +82,7 @@ class RunningCluster:
         """Requests/s."""
         return len(self.load.arrivals) / max(self.load.arrivals[-1].at_s, 1e-9)
 
-    def cost(self, tried: "Tried") -> ServingCost | None:
+    def cost(self, tried: "RatedArrangement") -> ServingCost | None:
         """Of the requests that meet the SLO. None: a price is not known, or there are none."""
         parts = tried.arrangement.parts
         ranks = [(count * _ranks(self.profile.pool(pool)), self.prices.get(pool)) for _, pool, count in parts]
@@ -90,7 +90,7 @@ class RunningCluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class RatedArrangement:
     """An arrangement, and the shares of requests that met the SLOs."""
 
     arrangement: Arrangement
@@ -254,17 +254,17 @@ def _models(running: RunningCluster, arrangement: Arrangement) -> dict[str, Pool
     }
 
 
-def try_all(running: RunningCluster, each: Map = map) -> Iterator[Tried]:
+def try_all(running: RunningCluster, each: Map = map) -> Iterator[RatedArrangement]:
     """In the order of `arrangements`, until the time is up."""
     wanted = arrangements(running)
     try:
         for one, met in zip(wanted, each(attained, [running] * len(wanted), wanted), strict=False):
-            yield Tried(one, met)
+            yield RatedArrangement(one, met)
     except TimeUp:
         return
 
 
-def advice(running: RunningCluster, tried: Sequence[Tried]) -> str:
+def advice(running: RunningCluster, tried: Sequence[RatedArrangement]) -> str:
     """What to change. `tried`: the current arrangement first."""
     if not tried:
         return "Not decided in time: give a longer --limit"
@@ -308,7 +308,7 @@ def _differences(profile: ClusterProfile, now: Arrangement, then: Arrangement) -
     ]
 
 
-def advice_lines(running: RunningCluster, tried: Sequence[Tried]) -> list[str]:
+def advice_lines(running: RunningCluster, tried: Sequence[RatedArrangement]) -> list[str]:
     profile, load = running.profile, advice_json(running, tried)["load"]
     lines = [
         f"{load['requests']} requests in {load['seconds']:.0f} s: {load['rate']:.3g} requests/s; on average prompts of "
@@ -335,7 +335,7 @@ def _met(attained: Attainment) -> str:
     return f"{attained.both:.1%} meet both (TTFT {attained.ttft:.1%}, TPOT {attained.tpot:.1%})"
 
 
-def advice_json(running: RunningCluster, tried: Sequence[Tried]) -> dict[str, Any]:
+def advice_json(running: RunningCluster, tried: Sequence[RatedArrangement]) -> dict[str, Any]:
     profile, arrivals = running.profile, running.load.arrivals
     prompt, output = mean_lengths(arrivals)
     return {

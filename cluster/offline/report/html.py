@@ -34,7 +34,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class More:
+class ExtraContent:
     """Further content of a page: summary lines, tables, pictures."""
 
     summary: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class More:
     pictures: tuple[Picture, ...] = ()
 
 
-NO_MORE = More()
+NO_EXTRA = ExtraContent()
 
 
 def pictures(systems: Sequence[SystemResult]) -> Iterator[Picture]:
@@ -95,7 +95,7 @@ def page(
     subtitle: str = "",
     notes: Sequence[str] = (),
     images: Mapping[str, bytes] | None = None,
-    more: More = NO_MORE,
+    extra: ExtraContent = NO_EXTRA,
 ) -> str:
     """The whole page. Raises ValueError without systems and tables.
 
@@ -104,11 +104,11 @@ def page(
     """
     from jinja2 import Environment, StrictUndefined
 
-    if not systems and not more.grids:
+    if not systems and not extra.grids:
         raise ValueError("a report needs at least one system")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     of_runs = (note for system in systems for note in system.figures.notes)
-    drawn = (*more.pictures, *pictures(systems))
+    drawn = (*extra.pictures, *pictures(systems))
     shown = (
         (each.caption, png(each.draw()) if images is None else images[each.name])
         for each in drawn
@@ -121,8 +121,8 @@ def page(
         ran=ran(systems) if systems else None,
         notes=list(dict.fromkeys((*notes, *of_runs))),
         goodputs=[f"{system.name}: {goodput.summary}" for system in systems for goodput in system.goodputs],
-        summed=more.summary,
-        found=more.grids,
+        summed=extra.summary,
+        found=extra.grids,
         grids=[grid for grid in (comparison(systems), details(systems), pools(systems)) if grid.rows],
         pictures=[{"caption": caption, "base64": b64encode(image).decode()} for caption, image in shown],
         definitions=DEFINITIONS,

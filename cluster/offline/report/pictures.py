@@ -13,8 +13,8 @@ from cluster.offline.report.spans import phases, transfer
 from cluster.offline.report.style import (
     BLUE,
     COLORS,
+    GRAY,
     GREEN,
-    GREY,
     ORANGE,
     PURPLE,
     RED,
@@ -40,8 +40,8 @@ METRICS: Mapping[str, tuple[Callable[[Figures], Percentiles | None], float, Call
     "E2E, s": (lambda figures: figures.e2e_s, 1.0, lambda slo: None),
 }
 PHASE_COLORS = {
-    "admission": GREY,
-    "route": GREY,
+    "admission": GRAY,
+    "route": GRAY,
     "reserve": "#B0B0B0",
     "prefill_queue": SKY,
     "prefill_compute": BLUE,
@@ -211,7 +211,7 @@ def _linelegend(picture: Any, systems: Sequence[SystemResult]) -> None:
             {**look(number), "label": f"{each.name} ({each.figures.provisioned})"}
             for number, each in enumerate(systems)
         ),
-        *({"color": GREY, "linestyle": line, "label": name} for name, line in LINES.items()),
+        *({"color": GRAY, "linestyle": line, "label": name} for name, line in LINES.items()),
         {"color": "black", "alpha": 0.6, "linewidth": 1.2, "label": "SLO"},
     ]
     handles = [Line2D([], [], **each) for each in looks]

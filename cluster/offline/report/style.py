@@ -10,10 +10,10 @@ from typing import Any, ParamSpec
 P = ParamSpec("P")
 
 # Okabe and Ito's palette, which is safe for color-blind readers.
-BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, RED, GREY = (
+BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, RED, GRAY = (
     *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00", "#7F7F7F"),
 )
-COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, "#000000", GREY)
+COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, "#000000", GRAY)
 MARKERS = "osD^vP*X<>"
 RULES: Any = {
     "svg.hashsalt": "diptych",
@@ -67,7 +67,7 @@ def plain(axis: Any) -> None:
 
 
 def look(number: int) -> dict[str, Any]:
-    """Colour and marker of the n-th system; pairs repeat only after 40 systems."""
+    """Color and marker of the n-th system; pairs repeat only after 40 systems."""
     return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
 
 

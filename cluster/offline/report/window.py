@@ -22,7 +22,7 @@ from diptych.history import Load, RequestTrace, Window
 
 
 @dataclass(frozen=True, slots=True)
-class _Stay:
+class _ProcessSpan:
     """Consecutive parts of one request in one process."""
 
     parts: tuple[Span, ...]
@@ -39,7 +39,7 @@ def events(windows: Mapping[str, Window]) -> Iterator[Event]:
     All gateways record the loads of the same workers; the first gateway's are used.
     """
     places: dict[str, int] = {}
-    stays: dict[tuple[str, str], list[_Stay]] = defaultdict(list)
+    process_spans: dict[tuple[str, str], list[_ProcessSpan]] = defaultdict(list)
     rest: list[Event] = []
     number = count()
     threads = count(REQUESTS + 1)
@@ -48,11 +48,11 @@ def events(windows: Mapping[str, Window]) -> Iterator[Event]:
         places.setdefault(gateway, REQUESTS + 1 + len(places))
         for trace in window.traces:
             rest += _request(next(number), trace)
-            for place, stay in _stays(trace, gateway):
-                stays[place, "requests"].append(stay)
+            for place, process_span in _process_spans(trace, gateway):
+                process_spans[place, "requests"].append(process_span)
             if (moved := _transfer(trace)) is not None:
-                stays[moved[0], "KV in"].append(moved[1])
-    for place, _ in stays:
+                process_spans[moved[0], "KV in"].append(moved[1])
+    for place, _ in process_spans:
         places.setdefault(place, REQUESTS + 1 + len(places))
     for window in windows.values():
         for worker in (*(each.worker for each in window.events), *(each.worker for each in window.loads)):
@@ -61,13 +61,13 @@ def events(windows: Mapping[str, Window]) -> Iterator[Event]:
     yield named("process_name", REQUESTS, 0, f"requests of {', '.join(gateways)}")
     for place, process in places.items():
         yield named("process_name", process, 0, place)
-    for (place, kind), found in stays.items():
+    for (place, kind), found in process_spans.items():
         lanes: dict[int, int] = {}
-        for lane, stay in in_lanes(found, lambda stay: stay.extent):
+        for lane, process_span in in_lanes(found, lambda process_span: process_span.extent):
             if lane not in lanes:
                 lanes[lane] = next(threads)
                 yield named("thread_name", places[place], lanes[lane], f"{kind}, {lane}" if lane else kind)
-            rest += _slices(stay, places[place], lanes[lane])
+            rest += _slices(process_span, places[place], lanes[lane])
     for gateway, window in windows.items():
         for each in window.events:
             rest.append(_instant(each.at_ns, each.kind, places[each.worker or gateway], each.text, each.request_id))
@@ -101,27 +101,27 @@ def _is_visible(span: Span) -> bool:
     return us(span.end_ns) > us(span.begin_ns)
 
 
-def _stays(trace: RequestTrace, gateway: str) -> Iterator[tuple[str, _Stay]]:
-    """The processes that the request went through, in order; a migration begins a new stay."""
+def _process_spans(trace: RequestTrace, gateway: str) -> Iterator[tuple[str, _ProcessSpan]]:
+    """The processes that the request went through, in order; a migration begins a new process_span."""
     args = {"request": trace.request_id, "outcome": trace.outcome or "under way"}
     for place, group in groupby(located_parts(trace, gateway), key=lambda each: each[0]):
-        stay = _Stay(tuple(span for _, span in group), args)
-        if any(_is_visible(span) for span in stay.parts):
-            yield place, stay
+        process_span = _ProcessSpan(tuple(span for _, span in group), args)
+        if any(_is_visible(span) for span in process_span.parts):
+            yield place, process_span
 
 
-def _transfer(trace: RequestTrace) -> tuple[str, _Stay] | None:
+def _transfer(trace: RequestTrace) -> tuple[str, _ProcessSpan] | None:
     """The KV handoff; a request that migrated has none, because the ledger does not separate its transfers."""
     span = None if trace.moves else transfer_span(trace.ledger, trace.arrived_ns, trace.transfer_ns)
     if span is None or not trace.decode_worker:
         return None
-    return trace.decode_worker, _Stay((span,), {"request": trace.request_id, "bytes": trace.transfer_bytes})
+    return trace.decode_worker, _ProcessSpan((span,), {"request": trace.request_id, "bytes": trace.transfer_bytes})
 
 
-def _slices(stay: _Stay, process: int, thread: int) -> Iterator[Event]:
-    for span in filter(_is_visible, stay.parts):
+def _slices(process_span: _ProcessSpan, process: int, thread: int) -> Iterator[Event]:
+    for span in filter(_is_visible, process_span.parts):
         on = {"pid": process, "tid": thread, "ts": us(span.begin_ns), "dur": us(span.end_ns) - us(span.begin_ns)}
-        yield {"ph": "X", "cat": "part", "name": span.name, **on, "args": stay.args}
+        yield {"ph": "X", "cat": "part", "name": span.name, **on, "args": process_span.args}
 
 
 def _instant(at_ns: int, kind: str, process: int, text: str, request_id: str) -> Event:
