@@ -3,7 +3,7 @@
 Runs the same worker and controller code as under Ray.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,16 +26,16 @@ def simulated_worker(order: WorkerOrder, cost: CostModel, model: SimulatedModel)
 class LocalService:
     """A service that is called directly."""
 
-    def __init__(self, target: Any, build: Callable[[], Any] | None = None) -> None:
-        self.target = target
+    def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
+        self.target = build()
 
     async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
         return await getattr(self.target, method)(*args)
 
 
 class LocalWorker:
-    """A worker in this process. Until it has loaded, all calls but `start` raise `WorkerClosed`."""
+    """A worker in this process. `at` raises `WorkerClosed` until it has loaded."""
 
     def __init__(self, server: WorkerServer) -> None:
         self.server = server
@@ -46,12 +46,6 @@ class LocalWorker:
     async def start(self) -> WorkerInfo:
         worker = await self.server.open()
         return await worker.info()
-
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        async def call(*args: Any) -> Any:
-            return await getattr(self.server.worker(), method)(*args)
-
-        return call
 
 
 class LocalRuntime:
@@ -88,10 +82,10 @@ class LocalRuntime:
             del self.handles[name]
 
     async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
-        return LocalService(factory(*args), lambda: factory(*args))
+        return LocalService(lambda: factory(*args))
 
     async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
-        assert isinstance(handle, LocalService) and handle.build is not None
+        assert isinstance(handle, LocalService)
         handle.target = handle.build()
         return handle
 

@@ -28,10 +28,8 @@ def _raising(error: Exception) -> Any:
 class Service(LocalService):
     """A service in a process: it can be frozen, and calls to it have deadlines, as under Ray."""
 
-    build: Callable[[], Any]
-
-    def __init__(self, target: Any, build: Callable[[], Any]) -> None:
-        super().__init__(target, build)
+    def __init__(self, build: Callable[[], Any]) -> None:
+        super().__init__(build)
         self.thawed = asyncio.Event()
         self.thawed.set()
         self.fault: Exception | None = None
@@ -74,7 +72,7 @@ class Processes(SimRuntime):
         return worker
 
     async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
-        service = self.services[name] = Service(factory(*args), lambda: factory(*args))
+        service = self.services[name] = Service(lambda: factory(*args))
         return service
 
     async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
