@@ -332,7 +332,7 @@ class Worker:
             self._cancelled.popitem(last=False)
         self._reservations.give_up(lambda each: each.key == key, "was cancelled while it waited for a reservation")
         self._kv_fetcher.cancel(key)
-        self.engine.sequences.fail(key, "it was canceled")
+        self.engine.sequences.fail(key, "it was cancelled")
         self._changed()
         self._subscribers.routes.pop(key, None)
 

@@ -144,7 +144,7 @@ class Engine:
         """Queue a prompt. `hold`: stop after the first token and keep the KV under a lease.
 
         `cut_tokens`: hold the KV of only this many tokens and sample none; the reader computes the rest (0: all).
-        `borrows`: it may be longer than the pool; while memory is short, its blocks move to lenders (`take_moves`).
+        `borrows`: it may be longer than the pool; while memory is short, its blocks move to lenders (`BorrowedBlocks`).
         Raises `InvalidRequest` or `Overloaded`.
         """
         self._sequences.refuse_known(request)

@@ -7,7 +7,7 @@ from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.picking import fitting, prefer_sibling, with_room
 from cluster.policy.routing.prefix_index import Match
 from cluster.policy.routing.router import PlacementQuery
-from cluster.policy.routing.slo.worker_estimate import DECODE, PREFILL, PromptSide
+from cluster.policy.routing.slo.worker_estimate import DECODE, PREFILL, PrefillEstimate
 from diptych.view import WorkerView
 from workers.request import SLO
 
@@ -31,8 +31,10 @@ class AllWorkers:
         yield [worker for worker in workers if worker.role is not DECODE]
         yield [worker for worker in workers if worker.role is DECODE]
 
-    def available_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
-        return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
+    def available_speed(
+        self, slo: SLO, estimates: Sequence[PrefillEstimate], speed_of: Callable[[WorkerView], float]
+    ) -> float:
+        return sum(speed_of(self.worker(estimate.name)) for estimate in estimates if has_time(estimate))
 
     def mixed(self, slo: SLO, early: float) -> list[WorkerView]:
         return []  # mixed workers are candidates of both phases anyway
@@ -59,5 +61,5 @@ class AllWorkers:
         return tokens, owner
 
 
-def has_time(side: PromptSide) -> bool:
-    return side.role is not DECODE and side.steps > 0
+def has_time(estimate: PrefillEstimate) -> bool:
+    return estimate.role is not DECODE and estimate.steps > 0

@@ -33,7 +33,14 @@ from cluster.policy.routing.prefix_index import Depth, PrefixIndex
 from cluster.policy.routing.router import Placement, PlacementQuery
 from cluster.policy.routing.slo.exhaustive import AllWorkers
 from cluster.policy.routing.slo.shortlist import Shortlist, shortlist
-from cluster.policy.routing.slo.worker_estimate import DECODE, MIXED, PREFILL, DecodeSide, PromptSide, WorkerEstimate
+from cluster.policy.routing.slo.worker_estimate import (
+    DECODE,
+    MIXED,
+    PREFILL,
+    DecodeEstimate,
+    PrefillEstimate,
+    WorkerEstimate,
+)
 from cluster.policy.routing.slo.worker_table import WorkerTable
 from diptych.view import WorkerView
 from workers.request import SLO, Request
@@ -79,7 +86,7 @@ class SLORouter(CacheAware):
         slo, answer = self._slo_of(query), self._expected(query.request)
         candidates: Candidates | None = shortlist(self._table, query, partial(self._depths, query), answer, self._few)
         candidates = candidates or AllWorkers(query, partial(self.match, query), self.latency)
-        sides, first = self._prompt_sides(query, candidates, slo)
+        estimates, first = self._prefill_estimates(query, candidates, slo)
         if first is None:
             return None
         if query.tokens_left == 1:
@@ -88,33 +95,37 @@ class SLORouter(CacheAware):
         is_free = _is_free(first, slo)
         mixed = [] if is_free else candidates.mixed(slo, EARLY)
         for worker in mixed:
-            if worker.name not in sides:
-                sides[worker.name] = self._prompt_side(query, candidates, worker, slo)
-                first = _best_prefill([first, sides[worker.name]], slo)
-        decodes = self._decode_sides(query, candidates, slo, answer, begin_s, mixed)
+            if worker.name not in estimates:
+                estimates[worker.name] = self._prefill_estimate(query, candidates, worker, slo)
+                first = _best_prefill([first, estimates[worker.name]], slo)
+        decodes = self._decode_estimates(query, candidates, slo, answer, begin_s, mixed)
         if not decodes:
             return None
-        if not is_free and (both := _best_mixed(sides, decodes, slo)) is not None:
+        if not is_free and (both := _best_mixed(estimates, decodes, slo)) is not None:
             return _placed(*both, "one worker meets both SLOs")
-        decode = _best_decode(decodes, slo, can_spare=self._can_spare_prefill(query, candidates, slo, sides, decodes))
-        return self._paired(query, candidates, slo, sides, first, decode)
+        decode = _best_decode(
+            decodes, slo, can_spare=self._can_spare_prefill(query, candidates, slo, estimates, decodes)
+        )
+        return self._paired(query, candidates, slo, estimates, first, decode)
 
     def _paired(
         self,
         query: PlacementQuery,
         candidates: Candidates,
         slo: SLO,
-        sides: Mapping[str, PromptSide],
-        first: PromptSide,
-        decode: DecodeSide,
+        estimates: Mapping[str, PrefillEstimate],
+        first: PrefillEstimate,
+        decode: DecodeEstimate,
     ) -> Placement | None:
-        """The prefill worker for this decode worker. `first`: the best of `sides`."""
+        """The prefill worker for this decode worker. `first`: the best of `estimates`."""
         worker = candidates.worker(decode.name)
-        local = sides.get(worker.name) or self._prompt_side(query, candidates, worker, slo)
+        local = estimates.get(worker.name) or self._prefill_estimate(query, candidates, worker, slo)
         is_local_able = query.may_colocate or worker.role is MIXED
-        prefill: PromptSide | None = first
-        if not all(query.view.linked(name, worker.name) or (is_local_able and name == worker.name) for name in sides):
-            prefill = self._prompt_sides(query, candidates, slo, worker.name)[1]
+        prefill: PrefillEstimate | None = first
+        if not all(
+            query.view.linked(name, worker.name) or (is_local_able and name == worker.name) for name in estimates
+        ):
+            prefill = self._prefill_estimates(query, candidates, slo, worker.name)[1]
         if is_local_able:
             prefill = _best_prefill([prefill, local] if prefill else [local], slo)
         if prefill is None:
@@ -139,23 +150,23 @@ class SLORouter(CacheAware):
         self._recent_s += alone_s
         self._forget(query.now_s)
 
-    def _prompt_sides(
+    def _prefill_estimates(
         self, query: PlacementQuery, candidates: Candidates, slo: SLO, reader: str = ""
-    ) -> tuple[dict[str, PromptSide], PromptSide | None]:
+    ) -> tuple[dict[str, PrefillEstimate], PrefillEstimate | None]:
         """Candidates for prefill, tier by tier until no later tier can be better; and the best."""
-        sides: dict[str, PromptSide] = {}
-        best: PromptSide | None = None
+        estimates: dict[str, PrefillEstimate] = {}
+        best: PrefillEstimate | None = None
         for number, tier in enumerate(candidates.prompts(slo, reader)):
             for worker in tier:
-                if worker.name not in sides:
-                    sides[worker.name] = self._prompt_side(query, candidates, worker, slo)
-            if sides:
-                best = _best_prefill(list(sides.values()), slo)
+                if worker.name not in estimates:
+                    estimates[worker.name] = self._prefill_estimate(query, candidates, worker, slo)
+            if estimates:
+                best = _best_prefill(list(estimates.values()), slo)
                 if _is_able(best) and not any(_drawbacks(best, slo)[: 3 - number]):
                     break
-        return sides, best
+        return estimates, best
 
-    def _decode_sides(
+    def _decode_estimates(
         self,
         query: PlacementQuery,
         candidates: Candidates,
@@ -163,47 +174,50 @@ class SLORouter(CacheAware):
         answer: int,
         begin_s: float,
         others: Sequence[WorkerView],
-    ) -> list[DecodeSide]:
+    ) -> list[DecodeEstimate]:
         """Candidates for decode: `others`, and tier by tier until one meets the SLO."""
-        sides: dict[str, DecodeSide] = {}
+        estimates: dict[str, DecodeEstimate] = {}
         for number, tier in enumerate(chain([others], candidates.decodes(may_colocate=query.may_colocate))):
             for worker in tier:
-                if worker.name not in sides:
-                    sides[worker.name] = self._estimate.decode_side(query, worker, answer, begin_s, slo.tpot_s)
+                if worker.name not in estimates:
+                    estimates[worker.name] = self._estimate.decode_estimate(query, worker, answer, begin_s, slo.tpot_s)
             meets_slo = (
-                side.has_room and not _is_late(side, slo) and side.role is not PREFILL for side in sides.values()
+                estimate.has_room and not _is_late(estimate, slo) and estimate.role is not PREFILL
+                for estimate in estimates.values()
             )
             if number and any(meets_slo):
                 break
-        return list(sides.values())
+        return list(estimates.values())
 
     def _can_spare_prefill(
         self,
         query: PlacementQuery,
         candidates: Candidates,
         slo: SLO,
-        sides: Mapping[str, PromptSide],
-        decodes: Sequence[DecodeSide],
+        estimates: Mapping[str, PrefillEstimate],
+        decodes: Sequence[DecodeEstimate],
     ) -> bool:
         """Whether recent prompts leave the other prefill workers enough time if the fastest candidate decodes.
 
         Speeds are relative to the fastest pool.
         """
         speed_of = self.latency.prompt_speed
-        asked = [speed_of(candidates.worker(side.name)) for side in decodes if side.role is PREFILL]
+        asked = [speed_of(candidates.worker(estimate.name)) for estimate in decodes if estimate.role is PREFILL]
         if not asked:
             return False
         self._forget(query.now_s)
         span_s = min(RECENT_S, max(1.0, query.now_s - self._first_s))
-        others = candidates.available_speed(slo, list(sides.values()), speed_of) - max(asked)
+        others = candidates.available_speed(slo, list(estimates.values()), speed_of) - max(asked)
         return others > 1e-9 and self._recent_s / span_s <= MAX_PREFILL_LOAD * others
 
     def _forget(self, now_s: float) -> None:
         while self._recent and self._recent[0][0] < now_s - RECENT_S:
             self._recent_s -= self._recent.popleft()[1]
 
-    def _prompt_side(self, query: PlacementQuery, candidates: Candidates, worker: WorkerView, slo: SLO) -> PromptSide:
-        return self._estimate.prompt_side(query, worker, candidates.match(worker), slo.tpot_s)
+    def _prefill_estimate(
+        self, query: PlacementQuery, candidates: Candidates, worker: WorkerView, slo: SLO
+    ) -> PrefillEstimate:
+        return self._estimate.prefill_estimate(query, worker, candidates.match(worker), slo.tpot_s)
 
     def _depths(self, query: PlacementQuery) -> Sequence[Depth]:
         if query.request.fresh:
@@ -217,7 +231,7 @@ class SLORouter(CacheAware):
         return SLO(asked.ttft_s or default.ttft_s, asked.tpot_s or default.tpot_s, asked.class_name)
 
     def _is_local(
-        self, query: PlacementQuery, worker: WorkerView, prefill: PromptSide, local: PromptSide, slo: SLO
+        self, query: PlacementQuery, worker: WorkerView, prefill: PrefillEstimate, local: PrefillEstimate, slo: SLO
     ) -> bool:
         """Whether prefill on the decode worker is as fast as a KV handoff.
 
@@ -261,7 +275,7 @@ class SLORouter(CacheAware):
         )
 
     def _cut(
-        self, query: PlacementQuery, placement: Placement, prefill: PromptSide, local: PromptSide, slo: SLO
+        self, query: PlacementQuery, placement: Placement, prefill: PrefillEstimate, local: PrefillEstimate, slo: SLO
     ) -> Placement:
         """While prompts wait, the decode worker computes the end of this one, in the time that its decodes leave.
 
@@ -294,74 +308,76 @@ class SLORouter(CacheAware):
         return "first token soonest, then the shortest step"
 
 
-def _best_prefill(sides: Sequence[PromptSide], slo: SLO) -> PromptSide:
+def _best_prefill(estimates: Sequence[PrefillEstimate], slo: SLO) -> PrefillEstimate:
     """The best prefill worker: in time, not a decode worker, early without decodes; then the earliest first token."""
-    able = [side for side in sides if _is_able(side)] or sides
+    able = [estimate for estimate in estimates if _is_able(estimate)] or estimates
     if len(able) == 1:
         return able[0]
-    return min(able, key=lambda side: (_drawbacks(side, slo), round(side.ttft_s, 6), side.name))
+    return min(able, key=lambda estimate: (_drawbacks(estimate, slo), round(estimate.ttft_s, 6), estimate.name))
 
 
-def _is_able(side: PromptSide) -> bool:
+def _is_able(estimate: PrefillEstimate) -> bool:
     """Whether decodes there leave time for prompts. A prefill worker does not stop for a few decodes."""
-    return side.steps > 0 or (side.role is PREFILL and side.batch <= FEW_DECODES)
+    return estimate.steps > 0 or (estimate.role is PREFILL and estimate.batch <= FEW_DECODES)
 
 
-def _drawbacks(side: PromptSide, slo: SLO) -> tuple[bool, bool, bool]:
+def _drawbacks(estimate: PrefillEstimate, slo: SLO) -> tuple[bool, bool, bool]:
     """Late; a decode worker; beside decodes, or not early. The first counts most."""
-    share = 0.0 if slo.ttft_s is None else side.ttft_s / slo.ttft_s
-    is_alone_early = not side.batch and share <= EARLY
-    return share > 1.0, side.role is DECODE, not is_alone_early
+    share = 0.0 if slo.ttft_s is None else estimate.ttft_s / slo.ttft_s
+    is_alone_early = not estimate.batch and share <= EARLY
+    return share > 1.0, estimate.role is DECODE, not is_alone_early
 
 
-def _is_free(side: PromptSide, slo: SLO) -> bool:
+def _is_free(estimate: PrefillEstimate, slo: SLO) -> bool:
     """Whether it is a prefill worker without decodes whose first token is early."""
-    early = slo.ttft_s is None or side.ttft_s <= EARLY * slo.ttft_s
-    return side.role is PREFILL and not side.batch and early
+    early = slo.ttft_s is None or estimate.ttft_s <= EARLY * slo.ttft_s
+    return estimate.role is PREFILL and not estimate.batch and early
 
 
 def _best_mixed(
-    prompts: Mapping[str, PromptSide], decodes: Sequence[DecodeSide], slo: SLO
-) -> tuple[PromptSide, DecodeSide] | None:
+    prompts: Mapping[str, PrefillEstimate], decodes: Sequence[DecodeEstimate], slo: SLO
+) -> tuple[PrefillEstimate, DecodeEstimate] | None:
     """The mixed worker that meets both SLOs on its own, with the earliest first token; None: there is none."""
     able = [
-        (prompts[side.name], side)
-        for side in decodes
-        if side.role is MIXED
-        and side.name in prompts
-        and side.has_room
-        and (slo.tpot_s is None or side.tpot_s <= slo.tpot_s)
-        and prompts[side.name].steps
-        and (slo.ttft_s is None or prompts[side.name].ttft_s <= EARLY * slo.ttft_s)
+        (prompts[estimate.name], estimate)
+        for estimate in decodes
+        if estimate.role is MIXED
+        and estimate.name in prompts
+        and estimate.has_room
+        and (slo.tpot_s is None or estimate.tpot_s <= slo.tpot_s)
+        and prompts[estimate.name].steps
+        and (slo.ttft_s is None or prompts[estimate.name].ttft_s <= EARLY * slo.ttft_s)
     ]
     return min(able, key=lambda both: (round(both[0].ttft_s, 6), both[1].tpot_s, both[0].name), default=None)
 
 
-def _best_decode(sides: Sequence[DecodeSide], slo: SLO, *, can_spare: bool) -> DecodeSide:
+def _best_decode(estimates: Sequence[DecodeEstimate], slo: SLO, *, can_spare: bool) -> DecodeEstimate:
     """The best decode worker: meets the SLO, not a prefill worker; then the shortest step.
 
     A prefill worker only if it could still compute prompts, or prompts can spare one.
     """
-    allowed = [side for side in sides if side.role is not PREFILL or side.leaves_time or can_spare] or sides
-    room = [side for side in allowed if side.has_room] or allowed
+    allowed = [
+        estimate for estimate in estimates if estimate.role is not PREFILL or estimate.leaves_time or can_spare
+    ] or estimates
+    room = [estimate for estimate in allowed if estimate.has_room] or allowed
 
-    def order(side: DecodeSide) -> tuple[bool, bool, float, int, str]:
+    def order(estimate: DecodeEstimate) -> tuple[bool, bool, float, int, str]:
         return (
-            _is_late(side, slo),
-            side.role is PREFILL,
-            round(side.tpot_s + side.load_s, 6),
-            -side.free_tokens,
-            side.name,
+            _is_late(estimate, slo),
+            estimate.role is PREFILL,
+            round(estimate.tpot_s + estimate.load_s, 6),
+            -estimate.free_tokens,
+            estimate.name,
         )
 
     return min(room, key=order)
 
 
-def _is_late(side: DecodeSide, slo: SLO) -> bool:
-    return slo.tpot_s is not None and side.tpot_s > slo.tpot_s
+def _is_late(estimate: DecodeEstimate, slo: SLO) -> bool:
+    return slo.tpot_s is not None and estimate.tpot_s > slo.tpot_s
 
 
-def _placed(prefill: PromptSide, decode: DecodeSide | None, reason: str) -> Placement:
+def _placed(prefill: PrefillEstimate, decode: DecodeEstimate | None, reason: str) -> Placement:
     return Placement(
         prefill.name,
         decode.name if decode else prefill.name,

@@ -10,7 +10,7 @@ import numpy as np
 from cluster.policy.routing.prefix_index import NO_MATCH, Depth, Match
 from cluster.policy.routing.router import PlacementQuery
 from cluster.policy.routing.slo.exhaustive import has_time
-from cluster.policy.routing.slo.worker_estimate import PromptSide
+from cluster.policy.routing.slo.worker_estimate import PrefillEstimate
 from cluster.policy.routing.slo.worker_table import Behind, Flags, Floats, WorkerTable
 from diptych.view import WorkerView
 from workers.request import SLO
@@ -91,10 +91,12 @@ class Shortlist:
         if not (fits & is_able).any():
             yield self._best(ttft_s, fits, 1)
 
-    def available_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
+    def available_speed(
+        self, slo: SLO, estimates: Sequence[PrefillEstimate], speed_of: Callable[[WorkerView], float]
+    ) -> float:
         """Speed of all prefill and mixed workers that have time for prompts, in units of the fastest pool's worker."""
         if self._sample_worker() is not None:
-            return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
+            return sum(speed_of(self.worker(estimate.name)) for estimate in estimates if has_time(estimate))
         able = self._fits & self._table.is_prompt_home & self._with_decodes(slo)[1]
         return float(self._table.speed[self._table.pool[able]].sum())
 

@@ -31,7 +31,7 @@ class Decoding(Struct, frozen=True, gc=False):
     assigned_tokens: int
 
 
-class PromptSide(Struct, frozen=True, gc=False):
+class PrefillEstimate(Struct, frozen=True, gc=False):
     """A worker as the prefill worker: it computes the prompt in `steps` (0: its decodes leave no time for it).
 
     `cached_tokens`: what it need not compute, of which `ready_tokens` are on the device. `batch`: sequences that decode
@@ -52,7 +52,7 @@ class PromptSide(Struct, frozen=True, gc=False):
         return self.queue_s + self.prefill_s
 
 
-class DecodeSide(Struct, frozen=True, gc=False):
+class DecodeEstimate(Struct, frozen=True, gc=False):
     """A worker as the decode worker.
 
     `leaves_time`: it could still compute prompts within this request's SLO; known of prefill workers only. `load_s`:
@@ -85,9 +85,9 @@ class WorkerEstimate:
         self._links = MeasuredLinks()
         self._ends: dict[str, _Ends] = {}  # by worker
 
-    def prompt_side(
+    def prefill_estimate(
         self, query: PlacementQuery, worker: WorkerView, match: Match, tpot_slo_s: float | None
-    ) -> PromptSide:
+    ) -> PrefillEstimate:
         """`tpot_slo_s`: the assumed SLO of the decodes there."""
         latency, worker_load = self._latency, self._active.worker_load(worker.name)
         load = self._with_foreign(query, worker, worker_load, worker_load.begun)  # the others may begin at any time
@@ -97,11 +97,11 @@ class WorkerEstimate:
         prefill_s, steps = latency.prefill_beside(worker, new_tokens, cached_tokens, decodes)
         queue_s = latency.queue_seconds(query, worker) + latency.adapter_seconds(query, worker)
         cached = cached_tokens, min(match.ready_tokens, cached_tokens)
-        return PromptSide(worker.name, worker.role, *cached, load.batch, queue_s, restore_s + prefill_s, steps)
+        return PrefillEstimate(worker.name, worker.role, *cached, load.batch, queue_s, restore_s + prefill_s, steps)
 
-    def decode_side(
+    def decode_estimate(
         self, query: PlacementQuery, worker: WorkerView, answer: int, begin_s: float, tpot_slo_s: float | None
-    ) -> DecodeSide:
+    ) -> DecodeEstimate:
         """`answer`: its expected tokens. `begin_s`: when its prompt will be done, on the dispatcher's clock."""
         latency, num_tokens = self._latency, query.request.num_tokens
         load = self._load(query, worker, begin_s)
@@ -114,7 +114,7 @@ class WorkerEstimate:
             leaves_time = latency.cost(worker).mixed_seconds(((MIN_CHUNK, 0),), batch, context) <= tpot_slo_s
         tpot_s = latency.step_seconds(worker, batch, context)
         load_s = latency.adapter_seconds(query, worker) / max(1, answer)
-        return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time, load_s)
+        return DecodeEstimate(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time, load_s)
 
     def _load(self, query: PlacementQuery, worker: WorkerView, at_s: float) -> Decoding:
         """The decodes that will not have ended at `at_s`, whether they have started yet or not.
