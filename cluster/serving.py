@@ -140,7 +140,7 @@ class GatewayService:
         assert self._queries is not None, "the gateway has not opened"
         return self._queries.view
 
-    async def cut(self) -> None:
+    async def cancel_requests(self) -> None:
         """Cancel the requests that `close` still waits for."""
         if self._server is not None:
             await self._server.close(0.0)
@@ -226,7 +226,7 @@ class Serving:
         if spec.gateway.names_files:
             await asyncio.gather(*(gateway.call("check_files", timeout_s=FIRST_CALL_S) for gateway in self._gateways))
         progress(f"starting {len(orders)} worker{'s' * (len(orders) != 1)}: loading {', '.join(spec.models)}")
-        await self._controller.call("begin", timeout_s=FIRST_CALL_S)
+        await self._controller.call("start", timeout_s=FIRST_CALL_S)
         restart = self.runtime.restart_service
         self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, restart, self._failures)
         self._preparing = asyncio.create_task(self._prepare())
@@ -306,7 +306,7 @@ class Serving:
         opening = models, port, http_port
         manager = GatewayManager(f"gateway-{index}", gateway, opening, self.runtime, self._failures)
         self._gateway_managers.append(manager)
-        manager.begin()
+        manager.start()
 
     def _report(self) -> ServerReport:
         return ServerReport(tuple(manager.view for manager in self._gateway_managers), self._failures.counts())
@@ -329,9 +329,9 @@ class Serving:
         await self.runtime.close()
         self._closed.set()
 
-    async def cut(self) -> None:
+    async def cancel_requests(self) -> None:
         """Cancel the requests that `close` still waits for; their clients get an error."""
-        calls = (gateway.call("cut", timeout_s=CLOSE_GRACE_S) for gateway in self._gateways)
+        calls = (gateway.call("cancel_requests", timeout_s=CLOSE_GRACE_S) for gateway in self._gateways)
         for error in await asyncio.gather(*calls, return_exceptions=True):
             if error is not None:
                 logger.debug("a gateway is already gone: %s", error)

@@ -140,7 +140,7 @@ class _Run:
         """Until every gateway sees every worker."""
 
         async def joined() -> None:
-            await self._controller.call("begin")
+            await self._controller.call("start")
             deadline_s = time.monotonic() + JOIN_TIMEOUT_S
             while await self._controller.call("ready", 5.0) is None:
                 pass

@@ -52,7 +52,7 @@ def autoscaler(
     from cluster.control.autoscaler.kubernetes import ACCOUNT, ScaleError, api_server
     from cluster.control.autoscaler.loop import Autoscaler
     from cluster.control.autoscaler.pods import Pods, scaled_pools
-    from cluster.runtime.logs import begin
+    from cluster.runtime.logs import configure_logging
     from cluster.spec_file import load_spec
 
     spec = load_spec(file)
@@ -63,7 +63,7 @@ def autoscaler(
         server = api_server(account or Path(ACCOUNT))
     except ScaleError as error:
         raise click.ClickException(str(error)) from None
-    begin(replace(spec.logs, format=log_format or spec.logs.format), "autoscaler")
+    configure_logging(replace(spec.logs, format=log_format or spec.logs.format), "autoscaler")
     try:
         run(_run(Autoscaler(Pods(pools, window_s), server, endpoint, access, prefix, period_s), health_port))
     except KeyboardInterrupt:

@@ -61,7 +61,7 @@ async def _gateway(
 ) -> None:
     from cluster.frontend.servers import open_servers
     from cluster.join import join, spec_and_models
-    from cluster.runtime.logs import begin
+    from cluster.runtime.logs import configure_logging
     from cluster.runtime.sessions import settle_join
 
     cluster = settle_join(named) or named or "diptych"
@@ -75,7 +75,7 @@ async def _gateway(
     click.echo(f"joining {cluster}")
     spec, models = await spec_and_models(controller, wait_s)
     spec = change(spec)
-    begin(replace(spec.logs, format=log_format or spec.logs.format), name)
+    configure_logging(replace(spec.logs, format=log_format or spec.logs.format), name)
     joined = await join(name, spec, models, controller, open_servers)
     gc.freeze()  # see `cluster.runtime.ray`
     interrupts = Interrupts(serves=True)
@@ -83,7 +83,7 @@ async def _gateway(
         await _serve(joined, spec.gateway.grpc_scheme)
     finally:
         click.echo(closing_line(grace_s))
-        await interrupts.run_close(joined.service.close(grace_s), joined.service.cut)
+        await interrupts.run_close(joined.service.close(grace_s), joined.service.cancel_requests)
 
 
 def _changed(port: int | None, http_port: int | None, files: dict[str, Any], spec: "ClusterSpec") -> "ClusterSpec":

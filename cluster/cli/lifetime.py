@@ -49,20 +49,22 @@ class Interrupts:
         assert task is not None
         self._task = task
         self._loop = asyncio.get_running_loop()
-        self._cut = asyncio.Event()
+        self._second_signal = asyncio.Event()
         self._serves = serves
         self._received = 0
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
 
-    async def run_close(self, close: Coroutine[Any, Any, None], cut: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `close` to its end. A second signal runs `cut` at the same time."""
-        closing, cutting = asyncio.ensure_future(close), asyncio.ensure_future(self._cut.wait())
-        await asyncio.wait([closing, cutting], return_when=asyncio.FIRST_COMPLETED)
-        if cutting.cancel():
+    async def run_close(
+        self, close: Coroutine[Any, Any, None], cancel_requests: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Run `close` to its end. A second signal runs `cancel_requests` at the same time."""
+        closing, interrupted = asyncio.ensure_future(close), asyncio.ensure_future(self._second_signal.wait())
+        await asyncio.wait([closing, interrupted], return_when=asyncio.FIRST_COMPLETED)
+        if interrupted.cancel():
             await closing
         else:
-            await asyncio.gather(closing, cut())
+            await asyncio.gather(closing, cancel_requests())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._received += 1
@@ -72,7 +74,7 @@ class Interrupts:
             threading.Thread(target=_end_after_ray, daemon=True).start()
             self._loop.call_soon_threadsafe(self._task.cancel)
         elif self._serves:
-            self._loop.call_soon_threadsafe(self._cut.set)
+            self._loop.call_soon_threadsafe(self._second_signal.set)
         else:
             _end_at_once(_children(), 128 + signal.SIGINT)  # the start of Ray cannot be interrupted otherwise
 
@@ -176,7 +178,7 @@ async def running_cluster(
             yield serving
     finally:
         progress(closing_line(grace_s))
-        await interrupts.run_close(serving.close(grace_s), serving.cut)
+        await interrupts.run_close(serving.close(grace_s), serving.cancel_requests)
 
 
 def closing_line(grace_s: float) -> str:

@@ -84,7 +84,7 @@ def serve(
       diptych serve -f examples/laptop.yaml --port 50051
       diptych serve --tls-cert-file cert.pem --tls-key-file key.pem --api-keys-file keys
     """
-    from cluster.runtime.logs import begin
+    from cluster.runtime.logs import configure_logging
 
     if no_gateways and runtime == "local":
         raise click.UsageError("--no-gateways: gateways join through Ray; leave --runtime local out")
@@ -100,7 +100,7 @@ def serve(
         spec = with_default_http(spec, click.echo)
     if log_format is not None:
         spec = replace(spec, logs=replace(spec.logs, format=log_format))
-    begin(spec.logs, "serve")
+    configure_logging(spec.logs, "serve")
     if not no_gateways:
         check_servers(spec)
     check_pools(spec, file, runtime)

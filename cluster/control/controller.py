@@ -94,7 +94,7 @@ class Controller:
 
     # ---- start and stop --------------------------------------------------------------------------------------
 
-    async def begin(self, saved: ControllerState | None = None) -> None:
+    async def start(self, saved: ControllerState | None = None) -> None:
         """Start all workers, without waiting for them. `saved`: the state of a crashed controller, to take over."""
         if self._relinking is not None:
             return
@@ -115,7 +115,7 @@ class Controller:
         relinking = supervised("linking workers", self._preflight.relink_failed_pairs, self._failures)
         self._relinking = asyncio.ensure_future(relinking)
         if self._scaling_loop is not None:
-            self._scaling_loop.begin(self._failures)
+            self._scaling_loop.start(self._failures)
         self._target_changed()
         self._reset_orphan_timer()
 
@@ -125,7 +125,7 @@ class Controller:
         """The server's heartbeat. After `orphan_after_s` without one, the controller stops the cluster.
 
         Long poll: returns the state to store once the target workers differ from those of `revision`, or after
-        `timeout_s`. None: this controller was restarted and must `begin` with the stored state.
+        `timeout_s`. None: this controller was restarted and must `start` with the stored state.
         """
         if self._relinking is None:
             return None
@@ -454,7 +454,7 @@ class Controller:
         replica = self._replicas[name] = ReplicaManager(
             pool, order_of(self._spec, pool, name, self._secret), self._context, role=role, required=required
         )
-        replica.begin()
+        replica.start()
         self._bump(name)
         return replica
 

@@ -95,7 +95,7 @@ class ReplicaManager:
     def role(self) -> Role:
         return self.view.role
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._task = asyncio.ensure_future(self._supervise())
 
     async def end(self, grace_s: float) -> None:

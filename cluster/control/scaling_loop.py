@@ -78,7 +78,7 @@ class ScalingLoop:
         """Decisions that were advised, done, or failed: (kind, outcome, count)."""
         return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
 
-    def begin(self, failures: Failures) -> None:
+    def start(self, failures: Failures) -> None:
         self._task = asyncio.ensure_future(supervised("scaling", self._round, failures))
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ class GatewayManager:
         self._silent_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         work = supervised(f"supervising {self.view.name}", self._poll, self._failures, pause_s=POLL_S)
         self._task = asyncio.ensure_future(work)
 
@@ -186,7 +186,7 @@ class KeepAlive:
             )
             if answer is None:
                 logger.warning("the controller was restarted")
-                await self._controller.call("begin", self._saved)
+                await self._controller.call("start", self._saved)
             self._saved = answer or self._saved
         except NoAnswer:
             self._silent_s += timeout_s

@@ -3,7 +3,7 @@
     2026-11-22T17:40:55.123Z INFO    prefill-0: request req-1: prefill of 12 tokens
     {"time": "2026-11-22T17:40:55.123Z", "level": "info", "component": "prefill-0", "request_id": "req-1", "event": ...}
 
-`begin` sets the component of the process. In a process with several components, each line has its own
+`configure_logging` sets the component of the process. In a process with several components, each line has its own
 (`workers.log_fields`). Lines that anyone who connects can cause are limited in time.
 """
 
@@ -20,7 +20,7 @@ OURS = ("cluster", "workers", "kvtransfer")
 REPEAT_S = 10.0
 
 
-def begin(spec: LogSpec, component: str) -> None:
+def configure_logging(spec: LogSpec, component: str) -> None:
     """Set up logging for this process; may be called again. Our packages log from `spec.level`, others warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(component) if spec.format == "json" else TextLines(component))

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder, WorkerStub
-from cluster.runtime.logs import begin as begin_logs
+from cluster.runtime.logs import configure_logging
 from cluster.runtime.placement import Node, bundle, listed, selectors, shortage, would_fit
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
 from cluster.runtime.rpc_stub import CALL_TIMEOUT_S, RpcAddress, RpcStub
@@ -73,7 +73,7 @@ class _WorkerActor:
         from workers.build import build_worker
         from workers.rpc_server import WorkerRpcServer
 
-        begin_logs(logs, order.config.name)
+        configure_logging(logs, order.config.name)
         config = on_this_node(order.config)
         self._host, self._secret = config.transfer.host, config.secret.encode()
         self._server = build_worker(config, heartbeat_s=order.heartbeat_s, launcher=RayRanks(order, logs))
@@ -109,7 +109,7 @@ class _ServiceActor:
     """The process of one service."""
 
     def __init__(self, name: str, logs: LogSpec, factory: Callable[..., Any], *args: Any) -> None:
-        begin_logs(logs, name)
+        configure_logging(logs, name)
         self._factory = factory
         self._args = args
         self._target: Any = None

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.runtime.interface import WorkerOrder
-from cluster.runtime.logs import begin as begin_logs
+from cluster.runtime.logs import configure_logging
 from cluster.spec import LogSpec
 from workers.config import WorkerConfig
 
@@ -44,7 +44,7 @@ class _RankActor:
     async def run(self, spec: "RankSpec", logs: LogSpec) -> None:
         from workers.build import serve_rank  # see `cluster.runtime.ray`
 
-        begin_logs(logs, f"{spec.config.name}, rank {spec.rendezvous.rank}")
+        configure_logging(logs, f"{spec.config.name}, rank {spec.rendezvous.rank}")
         try:
             await serve_rank(replace(spec, config=on_this_node(spec.config)))
         finally:

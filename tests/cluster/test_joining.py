@@ -105,9 +105,9 @@ async def test_cut_skips_gateways_that_have_ended() -> None:
         lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=FAST)
     )
     serving = await serve(split_spec(1, 1), runtime=runtime, make_server=Counted)
-    await asyncio.gather(serving.close(5.0), serving.cut())
+    await asyncio.gather(serving.close(5.0), serving.cancel_requests())
     assert sorted(asked) == ["0", "5"]
-    await serving.cut()
+    await serving.cancel_requests()
     assert len(asked) == 2
 
 

@@ -156,7 +156,7 @@ def test_a_gateway_gets_the_whole_membership_of_another_controller() -> None:
         memory = await controller.call("keep_alive", 0, 0.0)
         known = await controller.call("members", 0, 0.0)
         other = controller.build()
-        await other.begin(memory)
+        await other.start(memory)
         whole = await other.members(known.revision, 1.0, "gateway-0", known.links_id)
         assert whole.since == 0 and [member.view.name for member in whole.members] == ["prefill-0", "decode-0"]
         assert whole.after(known) == whole and whole.links_id != known.links_id

@@ -138,7 +138,7 @@ def test_no_revision_is_used_twice_when_a_controller_is_restarted() -> None:
         last = controller.target.view().revision
         assert last > memory.revision
         again = controller.build()
-        await again.begin(replace(memory, workers=()))
+        await again.start(replace(memory, workers=()))
         assert again.view().revision > last
         await again.stop()
 

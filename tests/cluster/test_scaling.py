@@ -220,7 +220,7 @@ def test_a_worker_without_room_is_retried_with_doubling_pauses() -> None:
         order = WorkerOrder(WorkerConfig("decode-1", "decode", "simulated"), wanted, 1.0, 10.0)
         context = ReplicaContext(Full(), 10.0, preflight, lambda name: None)
         replica = ReplicaManager(PoolSpec("decode", Role.DECODE), order, context, required=False)
-        replica.begin()
+        replica.start()
         await asyncio.sleep(2000.0)
         assert replica.view.trouble == "waits for a node: {CPU: 2, decode: 1}; no room"
         await replica.end(0.0)
@@ -300,7 +300,7 @@ ADAPTER = Adapter("sql", "simulated", "/models/sql", "3f", 1000)
 async def test_a_restarted_controller_gets_workers_roles_and_adapters() -> None:
     spec, runtime = split_spec(1, 2), surviving()
     first = Controller(spec, runtime, "secret")
-    await first.begin()
+    await first.start()
     await first.scale("decode", 4)
     await first.load_adapter(ADAPTER)
     await until(first, ready("prefill-0", "decode-0", "decode-1", "decode-2", "decode-3"))
@@ -317,7 +317,7 @@ async def test_a_restarted_controller_gets_workers_roles_and_adapters() -> None:
         assert await second.keep_alive(0, 0.0) is None, "it says that it knows nothing"
         asking = asyncio.ensure_future(second.members(memory.revision, 5.0))
         await asyncio.sleep(0)
-        await second.begin(memory)
+        await second.start(memory)
         membership = await asking
         assert membership.revision > memory.revision and membership.adapters == (ADAPTER,)
         assert [each.view.name for each in membership.members] == ["prefill-0", "decode-0", "decode-2", "decode-3"]
@@ -345,7 +345,7 @@ async def test_a_restarted_controller_makes_no_change_before_it_knows_the_cluste
     for change in changes:
         with pytest.raises(WorkerGone, match="has not begun"):
             await change()
-    await controller.begin()
+    await controller.start()
     try:
         await until(controller, ready("prefill-0", "decode-0", "decode-1"))
         await controller.scale("decode", 3)

@@ -51,7 +51,7 @@ async def running(
     scaling_policy: Scripted, operator: ClusterOperator, *, acts: bool = True
 ) -> "AsyncIterator[ScalingLoop]":
     scaling_loop = ScalingLoop(scaling_policy, operator, PERIOD_S, 10.0, acts=acts)
-    scaling_loop.begin(Failures())
+    scaling_loop.start(Failures())
     try:
         yield scaling_loop
     finally:
@@ -218,7 +218,7 @@ def test_a_pool_that_fails_to_grow_pauses_twice_as_long_each_time() -> None:
 
     async def asked() -> list[float]:
         scaling_loop = ScalingLoop(Growing(), operator, 1.0, 100.0, acts=True)
-        scaling_loop.begin(Failures())
+        scaling_loop.start(Failures())
         await asyncio.sleep(2500.0)
         scaling_loop.close()
         return [2500.0 - taken.age_s for taken in scaling_loop.decisions()]

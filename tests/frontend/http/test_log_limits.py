@@ -25,7 +25,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     levels = {name: logging.getLogger(name).level for name in logs.OURS}
-    logs.begin(LogSpec(), "gateway-0")
+    logs.configure_logging(LogSpec(), "gateway-0")
     yield stream
     root = logging.getLogger()
     root.removeHandler(next(each for each in root.handlers if each.get_name() == "diptych"))
