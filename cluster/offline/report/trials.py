@@ -5,7 +5,7 @@ from typing import Any
 
 from cluster.offline.report.style import GRAY, GREEN, RED, legend, look, panels, styled
 from cluster.offline.report.table import NOTHING, Grid
-from cluster.offline.scoring.trials import METRICS, Comparison, Interval, Metric, Trials, TrialVerdict
+from cluster.offline.scoring.trials import METRICS, Interval, Metric, PairedDifference, Trials, TrialVerdict
 
 SHOWN = (
     "TTFT and TPOT attainment",
@@ -67,7 +67,7 @@ def _against(trials: Trials, metric: Metric, load: str, others: list[str]) -> tu
     return (metric.name, trials.best(metric, load, trials.colocated) or NOTHING, *cells)
 
 
-def by_text(found: Comparison, metric: Metric, *, sure: bool = True) -> str:
+def by_text(found: PairedDifference, metric: Metric, *, sure: bool = True) -> str:
     """`0.31x (0.28..0.35)`, or for shares `+12 points (5..19)`."""
     by = found.by
     if metric.is_share:

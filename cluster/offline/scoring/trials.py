@@ -83,7 +83,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PairedDifference:
     """One configuration against `other`: the ratio of a figure, or the difference of a share."""
 
     other: str
@@ -134,7 +134,7 @@ class Trials:
             return None
         return (max if metric.more_is_better else min)(means, key=lambda name: means[name])
 
-    def against(self, metric: Metric, configuration: str, other: str, load: str) -> Comparison | None:
+    def against(self, metric: Metric, configuration: str, other: str, load: str) -> PairedDifference | None:
         """Compared seed by seed. None: no seed for which both have the figure (for ratios: above 0)."""
         ours, theirs = (self.samples(metric, name, load) for name in (configuration, other))
         pairs = [(value, theirs[seed]) for seed, value in ours.items() if seed in theirs]
@@ -142,15 +142,15 @@ class Trials:
             if not pairs:
                 return None
             by = interval([one - two for one, two in pairs])
-            return Comparison(other, by, _verdict(by, 0.0, metric.more_is_better))
+            return PairedDifference(other, by, _verdict(by, 0.0, metric.more_is_better))
         pairs = [(one, two) for one, two in pairs if one > 0.0 and two > 0.0]
         if not pairs:
             return None
         logs = interval([log(one / two) for one, two in pairs])
         by = Interval(exp(logs.mean), exp(logs.low), exp(logs.high), logs.seeds)
-        return Comparison(other, by, _verdict(by, 1.0, metric.more_is_better))
+        return PairedDifference(other, by, _verdict(by, 1.0, metric.more_is_better))
 
-    def against_best(self, metric: Metric, configuration: str, load: str) -> Comparison | None:
+    def against_best(self, metric: Metric, configuration: str, load: str) -> PairedDifference | None:
         """Against the colocated configuration that is best by this figure at this load."""
         best = self.best(metric, load, [name for name in self.colocated if name != configuration])
         return None if best is None else self.against(metric, configuration, best, load)
