@@ -16,12 +16,13 @@ from cluster.runtime.rpc_stub import RpcAddress, RpcStub
 from kvtransfer.ticket import TransferReport
 from workers.build import build_worker
 from workers.config import WorkerConfig
+from workers.executor.warm_up import WARM_UP_S
 from workers.request import EngineOutputs, FailedOut, FetchedOut, Output, Request, TicketOut, TokensOut
 from workers.rpc_server import WorkerRpcServer
 
 HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None  # for models: files without a disk
-OPEN_S = 90.0
+OPEN_S = WARM_UP_S + 30.0
 CLOSE_S = 20.0
 ANSWER_S = 30.0
 SECRET = secrets.token_hex(16)

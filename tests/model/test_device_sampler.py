@@ -185,15 +185,16 @@ def test_a_gpu_whose_tokens_differ_is_not_trusted(
 ) -> None:
     assert device_sampler._agrees(DEVICE, torch.bfloat16, 700) and not caplog.records
 
-    def wrong(logits: Tensor, of: list[Draw]) -> object:
+    def wrong(logits: Tensor, of: list[Draw], masks: dict[int, Mask]) -> object:
         if broken == "raises":
             raise RuntimeError("no kernel image")
-        tokens, logprobs = sample_on_device(logits, of)
+        tokens, logprobs = sample_on_device(logits, of, masks)
         return [1 - (tokens[0] or 0), *tokens[1:]], logprobs
 
     monkeypatch.setattr(device_sampler, "sample_on_device", wrong)
     assert not device_sampler._agrees(DEVICE, torch.bfloat16, 700)
-    assert len(caplog.records) == 1 and "sampl" in caplog.text
+    reason = {"differs": "sampling gives wrong tokens", "raises": "does not work on cpu: no kernel image"}[broken]
+    assert len(caplog.records) == 1 and reason.replace("cpu", str(DEVICE)) in caplog.text
 
 
 def test_a_cpu_samples_on_the_host() -> None:

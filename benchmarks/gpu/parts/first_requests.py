@@ -4,6 +4,7 @@ On a GPU the worker sizes its KV pool itself, so it fills the device.
 """
 
 import asyncio
+import gc
 import os
 import statistics
 import tempfile
@@ -78,12 +79,16 @@ async def _measured(model: Path, device: torch.device, dtype: str, *, determinis
     begun_s = time.monotonic()
     executor = await open_solo(config, ModelFolder("first", model), "first-1")
     ready_s, before, graphs = time.monotonic() - begun_s, len(compiled), CountedGraph.captures
+    print(f"ready after {ready_s:.1f} s: {before} variants, {graphs} graphs", flush=True)  # if the part is cut off
     free_bytes, total_bytes = memory_of(device)
     try:
         plans = list(mixed(STEPS, range(RESERVED_BLOCKS, BLOCKS), sizes.block_size))
         first, again = [[(await executor.execute(plan)).seconds for plan in plans] for _ in range(2)]
     finally:
         await executor.close()
+    del executor
+    gc.collect()
+    torch.cuda.empty_cache()  # so that the next worker finds the device's memory free
     if compiled[before:]:
         raise AssertionError(f"compiled after the start: {compiled[before:]}")
     if CountedGraph.captures > graphs:

@@ -1,4 +1,7 @@
-"""Small models of every kind: the device's greedy tokens against the CPU's, in float32, token by token."""
+"""Small models of every kind: the device's greedy tokens against the CPU's, in float32, token by token.
+
+Decodes replay CUDA graphs where a worker's would.
+"""
 
 import concurrent.futures
 import multiprocessing
@@ -9,6 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.plans import greedy
+from workers.executor.cuda_graphs import DecodeGraphs, cuda_capture, has_graphs
 from workers.executor.kv_pool import allocate_pool
 from workers.executor.rank import ModelPart
 from workers.model.config import read_model_config
@@ -73,4 +77,7 @@ def _answers(path: Path, device: torch.device, dtype: torch.dtype, prompts: list
     attention = best_attention(device, dtype, False, vectors)
     model = load_decoder(ModelFolder("tiny", path), device, dtype, attention=attention)
     layout = kv_layout(model.config, "tiny", BLOCK, str(dtype).removeprefix("torch."))
-    return greedy(ModelPart(model), allocate_pool(layout, 40, device), prompts, NEW, chunk=50)
+    pool, graphs = allocate_pool(layout, 40, device), None
+    if device.type == "cuda" and has_graphs(model):
+        graphs = DecodeGraphs(model, pool.blocks, len(prompts), len(pool.blocks) * BLOCK, cuda_capture())
+    return greedy(ModelPart(model, graphs=graphs), pool, prompts, NEW, chunk=50)
