@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cluster.control.changes import ServerReport
-from cluster.control.client import ControllerCalls
+from cluster.control.client import ControllerClient
 from cluster.control.membership import Membership
 from cluster.control.pools import first_orders
 from cluster.control.scaling_loop import ScalingPolicy
@@ -71,9 +71,9 @@ class GatewayService:
         await asyncio.to_thread(import_module, "cluster.dispatch.dispatcher")
         await asyncio.to_thread(preload, self._spec)
 
-    def _calls(self) -> ControllerCalls:
+    def _calls(self) -> ControllerClient:
         decides = self._spec.elastic.mode != "off"
-        return ControllerCalls(self._handle, self._name, self._spec.transfer.read_timeout_s, decides=decides)
+        return ControllerClient(self._handle, self._name, self._spec.transfer.read_timeout_s, decides=decides)
 
     async def open(self, models: Sequence[ModelView], port: int, http_port: int | None = None) -> str:
         """Listen on these ports (0: any free one), unless it already does. Returns the endpoint."""
@@ -100,7 +100,7 @@ class GatewayService:
                 contexts.append(GatewayContext(self._name, spec, model, dispatcher, self._controller))
             context, *others = contexts
             if others:
-                context = replace(context, others=tuple(others), whole=AllModels(self._name, dispatchers))
+                context = replace(context, other_models=tuple(others), all_models=AllModels(self._name, dispatchers))
             server = self._make_server(context)
             for dispatcher in dispatchers.values():
                 undo.push_async_callback(dispatcher.close)

@@ -18,7 +18,7 @@ from msgspec import structs
 from benchmarks.control_plane.calls import RemoteService, listen
 from benchmarks.control_plane.worker_host import HostRuntime, WorkerHost
 from benchmarks.shutdown import wait_for_shutdown
-from cluster.control.client import ControllerCalls
+from cluster.control.client import ControllerClient
 from cluster.control.controller import Controller
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.join import spec_and_models
@@ -47,7 +47,7 @@ class MeasuredGateway:
 
     async def open(self) -> None:
         spec, (model,) = await spec_and_models(self._controller, START_S)
-        calls = ControllerCalls(self._controller, self._name, spec.transfer.read_timeout_s, decides=False)
+        calls = ControllerClient(self._controller, self._name, spec.transfer.read_timeout_s, decides=False)
         self._spec = spec
         self._dispatcher = Dispatcher(spec, model, calls, self._name)
         await self._dispatcher.start()

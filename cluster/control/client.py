@@ -20,7 +20,7 @@ DECISIONS_S = 2.0
 DecisionCounts = tuple[tuple[str, str, int], ...]  # kind, outcome, count
 
 
-class ControllerCalls:
+class ControllerClient:
     """Owned by the GatewayService of this name. `decides`: the cluster has an elastic policy.
 
     `preflight_s` bounds the preflight of one pair, which a flip may have to wait for.

@@ -18,7 +18,7 @@ from cluster.control.changes import (
     TargetWorker,
     UnknownMember,
 )
-from cluster.control.membership import Listeners, Member, Membership, Revisions, task_failures
+from cluster.control.membership import Member, Membership, PollingGateways, Revisions, task_failures
 from cluster.control.pools import (
     free_name,
     in_order,
@@ -73,7 +73,7 @@ class Controller:
         self._failures = Failures(self._bump)
         self._context = ReplicaContext(runtime, spec.health.start_timeout_s, self._run_preflight, self._bump)
         self._replicas: dict[str, ReplicaManager] = {}
-        self._listeners = Listeners()
+        self._polling = PollingGateways()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._relinking: asyncio.Task[None] | None = None
         self._revisions = Revisions()
@@ -226,11 +226,11 @@ class Controller:
         clock = asyncio.get_running_loop().time
         is_ours = self._preflight.made(links_id)
         if gateway:
-            self._listeners.polled(gateway, clock(), clock() + timeout_s + SILENT_S)
+            self._polling.polled(gateway, clock(), clock() + timeout_s + SILENT_S)
         if is_ours or not links_id:
             await self._wait_for_change(revision, timeout_s)
         if gateway:
-            await asyncio.sleep(self._listeners.answer_s(gateway, clock()) - clock())
+            await asyncio.sleep(self._polling.answer_s(gateway, clock()) - clock())
         if self._relinking is None:
             raise WorkerGone(NOT_BEGUN)
         since = revision if is_ours else 0
@@ -243,7 +243,7 @@ class Controller:
             links=() if known else self._preflight.links,
             unlinked=frozenset() if known else self._preflight.unlinked,
             pools=self._pool_views,
-            gateways=self._listeners.names(clock()),
+            gateways=self._polling.names(clock()),
             served_gateways=self._server.gateways,
             adapters=tuple(self._adapters.values()),
             failures=task_failures(server=self._server.failures, controller=self._failures.counts()),

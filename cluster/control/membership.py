@@ -105,7 +105,7 @@ def task_failures(**by_process: Iterable[tuple[str, int]]) -> tuple[TaskFailures
     return tuple(TaskFailures(process, task, count) for process, counts in by_process.items() for task, count in counts)
 
 
-class Listeners:
+class PollingGateways:
     """The gateways that poll the membership, in the order in which they joined. Owned by a Controller."""
 
     def __init__(self) -> None:

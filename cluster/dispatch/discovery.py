@@ -14,7 +14,7 @@ from functools import partial
 
 from msgspec import structs
 
-from cluster.control.client import ControllerCalls
+from cluster.control.client import ControllerClient
 from cluster.control.membership import Member, Membership
 from cluster.control.replicas import CRASH_LOOP, REMOVED
 from cluster.control.supervision import Failures, supervised
@@ -47,7 +47,7 @@ class WorkerDiscovery:
         self,
         spec: ClusterSpec,
         model: ModelView,
-        controller: ControllerCalls,
+        controller: ControllerClient,
         name: str,
         caches: PrefixIndex | None,
         history: History,

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
-from cluster.control.client import ControllerCalls
+from cluster.control.client import ControllerClient
 from cluster.dispatch.admission_queue import AdmissionQueue
 from cluster.dispatch.capacity import ServingCapacity
 from cluster.dispatch.discovery import RECONNECT_S, WorkerDiscovery
@@ -49,7 +49,7 @@ class Dispatcher:
         self,
         spec: ClusterSpec,
         model: ModelView,
-        controller: ControllerCalls,
+        controller: ControllerClient,
         name: str = "gateway",
         observers: Iterable[RequestObserver] = (),
     ) -> None:

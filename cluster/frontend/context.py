@@ -104,8 +104,8 @@ class GatewayContext:
     """What a server gets from its gateway process, for one model. Without an operator, changes of the cluster are
     refused.
 
-    `spec`: of the pools that serve this model. The context of the first model has those of the others, and `whole`,
-    which answers for all.
+    `spec`: of the pools that serve this model. The context of the first model has `other_models`, the contexts of the
+    others, and `all_models`, which answers for all.
     """
 
     name: str
@@ -113,18 +113,18 @@ class GatewayContext:
     model: ModelView
     dispatcher: RequestDispatcher
     operator: Operator | None = None
-    others: tuple["GatewayContext", ...] = ()
-    whole: ClusterQueries | None = None
+    other_models: tuple["GatewayContext", ...] = ()
+    all_models: ClusterQueries | None = None
 
     @property
     def models(self) -> tuple["GatewayContext", ...]:
         """The context of each model."""
-        return self, *self.others
+        return self, *self.other_models
 
     @property
     def queries(self) -> ClusterQueries:
-        """About the whole cluster."""
-        return self.whole or self.dispatcher
+        """The queries about the whole cluster."""
+        return self.all_models or self.dispatcher
 
 
 class Server(Protocol):

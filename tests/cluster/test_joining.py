@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import cluster.join as cluster_joining
-from cluster.control.membership import Listeners
+from cluster.control.membership import PollingGateways
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.context import GatewayContext
 from cluster.join import join, spec_and_models
@@ -112,7 +112,7 @@ async def test_cut_skips_gateways_that_have_ended() -> None:
 
 
 def test_a_gateway_that_stops_polling_is_dropped() -> None:
-    there = Listeners()
+    there = PollingGateways()
     there.polled("b", 0.0, 15.0)
     there.polled("a", 1.0, 16.0)
     there.polled("b", 10.0, 25.0)
