@@ -112,7 +112,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> record.Result:
 
 @cache
 def _whole() -> record.Result:
-    """SearchResult once, under the first test's pretence; a value."""
+    """Measured once, with what the first test patched."""
     return measure(made("phases-a100"), LITTLE, map, lambda _: None)
 
 

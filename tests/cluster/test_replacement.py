@@ -20,7 +20,7 @@ from workers.executor.simulated import simulated_token
 from workers.request import SLO, Request
 
 COST = LinearCost(0.001, 0.001, 0.0, 0.005, 0.0, 0.0, 0.0)  # a millisecond for each prompt token
-PROMISED = SLO(ttft_s=0.4, tpot_s=0.2)
+TEST_SLO = SLO(ttft_s=0.4, tpot_s=0.2)
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def opened(*, rebalance: bool = True, mixed: bool = False) -> AsyncIterato
 
 
 def asked(count: int) -> list[Request]:
-    return [replace(request(f"r{n}", 100, max_tokens=5, first=100 * n), slo=PROMISED) for n in range(count)]
+    return [replace(request(f"r{n}", 100, max_tokens=5, first=100 * n), slo=TEST_SLO) for n in range(count)]
 
 
 def exact(name: str) -> list[int]:

@@ -113,7 +113,7 @@ def over(count: int) -> Callable[[tuple[DecisionRecord, ...]], bool]:
     return lambda taken: len(taken) == count and all(each.outcome != "under way" for each in taken)
 
 
-FLIP = Decision("flip", "TTFT is 3.0 of its promise", "decode-1", Role.PREFILL)
+FLIP = Decision("flip", "TTFT is 3.0 of its SLO", "decode-1", Role.PREFILL)
 GROW = Decision("grow", "both are over", pool="decode")
 
 
@@ -138,7 +138,7 @@ async def test_decisions_are_applied_one_after_another(caplog: pytest.LogCapture
         assert newcomer.state is WorkerState.READY, "nothing else is decided while a worker starts"
         assert completed(await subject.run(request("after"))).attempts == 1
     said = [record.message for record in caplog.records if record.name == "cluster.control.scaling_loop"]
-    assert "decided: decode-1: role set to prefill, TTFT is 3.0 of its promise" in said
+    assert "decided: decode-1: role set to prefill, TTFT is 3.0 of its SLO" in said
     assert "decided: decode: one worker more, both are over" in said
     assert "decided: decode: one worker fewer, decode-0 drains, nobody needs it" in said
 

@@ -79,11 +79,11 @@ def decoding_in(subject: Engine) -> list[Sequence]:
     return [each for each in subject.sequences if each.state in (State.RESERVED, State.RUNNING) and not each.hold]
 
 
-PROMISES = st.sampled_from([None, 0.005, 0.02, 0.04, 0.07, 0.2])
+TPOT_SLOS = st.sampled_from([None, 0.005, 0.02, 0.04, 0.07, 0.2])
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(PROMISES, st.integers(1, 40), st.integers(1, 6), st.booleans()), max_size=30))
+@given(st.lists(st.tuples(TPOT_SLOS, st.integers(1, 40), st.integers(1, 6), st.booleans()), max_size=30))
 def test_a_granted_slot_breaks_no_slo(
     asked: list[tuple[float | None, int, int, bool]],
 ) -> None:

@@ -24,7 +24,7 @@ from diptych.view import Adapter, CachedPrompt, Decision, DecisionRecord, PoolVi
 from tests.frontend.grpc.fake import FakeDispatcher, gateway_context, view
 from tests.frontend.tokenizers import ByteTokenizer
 
-FLIPPED = DecisionRecord(Decision("flip", "TTFT is 3.1 of its promise", "decode-1", Role.PREFILL), 12.5, "done")
+FLIPPED = DecisionRecord(Decision("flip", "TTFT is 3.1 of its SLO", "decode-1", Role.PREFILL), 12.5, "done")
 GROWN = DecisionRecord(Decision("grow", "both [over] 2.0", pool="decode"), 1.0, "failed: no room")
 
 
@@ -281,7 +281,7 @@ def test_bad_arguments_are_named(served: tuple[str, FakeOperator], arguments: tu
 def test_the_status_shows_roles_pools_and_decisions(served: tuple[str, FakeOperator]) -> None:
     shown = run(served[0], "status").stdout
     assert "prefill (pool: decode)" in shown and "revision 1" in shown
-    assert "decode-1 -> prefill" in shown and "TTFT is 3.1 of its promise" in shown
+    assert "decode-1 -> prefill" in shown and "TTFT is 3.1 of its SLO" in shown
     assert "failed: no room" in shown and "both [over] 2.0" in shown
     received = json.loads(run(served[0], "status", "--json").stdout)
     assert received["pools"][1] == {
@@ -293,7 +293,7 @@ def test_the_status_shows_roles_pools_and_decisions(served: tuple[str, FakeOpera
         "model": "",
     }
     assert received["decisions"][0] == {
-        "kind": "flip", "reason": "TTFT is 3.1 of its promise", "worker": "decode-1", "role": "prefill", "pool": "",
+        "kind": "flip", "reason": "TTFT is 3.1 of its SLO", "worker": "decode-1", "role": "prefill", "pool": "",
         "age_s": 12.5, "outcome": "done",
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Promises on the wire: tenants and SLOs come through or are refused by name; scores, metrics, the command line."""
+"""Tenants and SLOs on the wire: they come through or are refused by name; scores, metrics, the command line."""
 
 import asyncio
 import json

@@ -18,7 +18,7 @@ from cluster.offline.report.pictures import (
 )
 from cluster.offline.report.spans import phases
 from cluster.offline.report.style import NoPictures, png, save
-from tests.offline.report.compared_systems import PROMISE, systems
+from tests.offline.report.compared_systems import TEST_SLO, systems
 from tests.offline.scoring.made import refused, served, split_ledger, split_run
 from workers.request import SLO
 
@@ -62,7 +62,7 @@ def test_curves_pass_through_the_mean_attainment() -> None:
 def test_every_finished_request_is_a_point_and_those_that_meet_the_slo_are_in_the_box() -> None:
     both = systems()
     runs = [system.run for system in both if system.run is not None]
-    picture = scatter(runs, PROMISE)
+    picture = scatter(runs, TEST_SLO)
     for axes, run in zip(picture.axes, runs, strict=True):
         kept, missed = axes.lines[0], axes.lines[1]
         assert len(kept.get_xdata()) + len(missed.get_xdata()) == sum(len(each.token_s) > 1 for each in run.served)
@@ -99,7 +99,7 @@ def test_a_long_request_is_shown_in_seconds() -> None:
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_the_same_figures_give_the_same_bytes(tmp_path: Path, suffix: str) -> None:
     run = split_run(4)
-    one, two = (save(scatter([run], PROMISE), tmp_path / f"{n}" / f"a{suffix}").read_bytes() for n in range(2))
+    one, two = (save(scatter([run], TEST_SLO), tmp_path / f"{n}" / f"a{suffix}").read_bytes() for n in range(2))
     assert one == two
     assert save(request_gantt(run.served[0]), tmp_path / f"b{suffix}").read_bytes() != one
 

@@ -17,7 +17,7 @@ from tests.offline.report.trace_rules import check
 from workers.costs import LinearCost
 from workers.request import SLO
 
-PROMISE = SLO(0.5, 0.05)
+TEST_SLO = SLO(0.5, 0.05)
 ENGINE = {"kv_blocks": 400, "max_batch_tokens": 256, "max_running": 32}
 
 
@@ -32,7 +32,7 @@ def run() -> Run:
 
 @pytest.fixture(scope="module")
 def made(run: Run) -> Figures:
-    return figures(run, PROMISE)
+    return figures(run, TEST_SLO)
 
 
 def test_tokens_and_steps_add_up(run: Run, made: Figures) -> None:

@@ -15,7 +15,7 @@ from cluster.offline.scoring.figures import Attainment
 from cluster.offline.scoring.goodput import Goodput, Probes, Search, TimeUp, goodput
 from workers.request import SLO
 
-PROMISE = SLO(0.25, 0.1)
+TEST_SLO = SLO(0.25, 0.1)
 SEEDS = (0, 1, 2, 3, 4)
 
 
@@ -31,7 +31,7 @@ def own(threshold: float, spread: float, seed: int) -> float:
 
 def searched(threshold: float, search: Search, spread: float = 0.0, target: float = 0.9) -> Goodput:
     probes = Probes(partial(falling, threshold, spread))
-    return goodput(probes, search, PROMISE, target=target, seeds=SEEDS, gpus=4)
+    return goodput(probes, search, TEST_SLO, target=target, seeds=SEEDS, gpus=4)
 
 
 @settings(deadline=None)
@@ -66,7 +66,7 @@ def test_noise_in_each_probe_moves_the_result_no_farther_than_the_noise(threshol
         both = min(1.0, max(0.0, 0.9 + 0.5 * (1.0 - rate / threshold) + noise))
         return Attainment(both, 1.0, both, 1.0)
 
-    made = goodput(Probes(noisy), Search(1.0, 0.01, 100.0, 0.02), PROMISE, target=0.9, seeds=SEEDS, gpus=1)
+    made = goodput(Probes(noisy), Search(1.0, 0.01, 100.0, 0.02), TEST_SLO, target=0.9, seeds=SEEDS, gpus=1)
     for found in made.by_seed:
         assert threshold * 0.96 / 1.02 * (1 - 1e-9) <= found <= min(100.0, threshold * 1.04)
 
@@ -76,7 +76,7 @@ def test_the_interval_is_students_over_seeds() -> None:
         ok = float(rate <= seed)
         return Attainment(ok, 1.0, ok, 1.0)
 
-    made = goodput(Probes(attain), Search(1.0, 0.1, 64.0, 1e-6), PROMISE, target=0.9, seeds=(8, 10, 12), gpus=1)
+    made = goodput(Probes(attain), Search(1.0, 0.1, 64.0, 1e-6), TEST_SLO, target=0.9, seeds=(8, 10, 12), gpus=1)
     assert made.rate == pytest.approx(10.0, rel=1e-5)
     assert made.high - made.rate == pytest.approx(4.303 * 2.0 / 3**0.5, rel=1e-4)
     assert "95 % CI" in made.summary and "t over 3 seeds" in made.summary
@@ -84,7 +84,7 @@ def test_the_interval_is_students_over_seeds() -> None:
 
 def test_one_seed_has_no_interval_and_says_so() -> None:
     probes = Probes(partial(falling, 5.0, 0.0))
-    made = goodput(probes, Search(1.0, 0.1, 64.0), PROMISE, target=0.9, seeds=(3,), gpus=2)
+    made = goodput(probes, Search(1.0, 0.1, 64.0), TEST_SLO, target=0.9, seeds=(3,), gpus=2)
     assert made.low == made.rate == made.high
     assert "one seed" in made.summary and "CI" not in made.summary
 
@@ -107,7 +107,7 @@ def test_an_unattainable_target_is_zero_with_the_closest_probe_and_its_limit() -
     def attain(rate: float, seed: int) -> Attainment:
         return Attainment(0.7 / (1 + rate), 0.95, 0.7 / (1 + rate), 1.0)
 
-    made = goodput(Probes(attain), Search(1.0, 0.25, 64.0), PROMISE, target=0.9, seeds=(1, 2), gpus=3)
+    made = goodput(Probes(attain), Search(1.0, 0.25, 64.0), TEST_SLO, target=0.9, seeds=(1, 2), gpus=3)
     assert made.unattainable and made.rate == made.low == made.high == 0.0
     assert made.closest.rate == 0.25
     assert made.limits == ("TTFT",)
@@ -119,7 +119,7 @@ def test_a_goodput_without_a_failing_rate_is_at_least_the_cap() -> None:
     made = goodput(
         Probes(lambda rate, seed: Attainment(1.0, 1.0, 1.0, 1.0)),
         Search(1.0, 0.25, 50.0),
-        PROMISE,
+        TEST_SLO,
         target=0.99,
         seeds=(1, 2),
         gpus=3,
@@ -130,13 +130,13 @@ def test_a_goodput_without_a_failing_rate_is_at_least_the_cap() -> None:
 
 def test_exactly_the_target_is_enough() -> None:
     probes = Probes(lambda rate, seed: Attainment(0.9, 0.9, 0.9, 1.0))
-    made = goodput(probes, Search(1.0, 0.25, 8.0), PROMISE, target=0.9, seeds=(1,), gpus=1)
+    made = goodput(probes, Search(1.0, 0.25, 8.0), TEST_SLO, target=0.9, seeds=(1,), gpus=1)
     assert made.rate == 8.0
 
 
 def test_nothing_below_the_floor_is_tried() -> None:
     probes = Probes(lambda rate, seed: Attainment(0.0, 1.0, 0.0, 1.0))
-    made = goodput(probes, Search(1.0, 0.3, 8.0), PROMISE, target=0.9, seeds=(1,), gpus=1)
+    made = goodput(probes, Search(1.0, 0.3, 8.0), TEST_SLO, target=0.9, seeds=(1,), gpus=1)
     assert [probe.rate for probe in made.probes] == [0.3, 0.5, 1.0]
 
 
@@ -148,7 +148,7 @@ def test_the_limit_is_what_broke_next_above_the_goodput() -> None:
 
     probes = Probes(attain)
     probes.at([(0.5, 1), (0.5, 2)])
-    made = goodput(probes, Search(1.0, 0.1, 64.0), PROMISE, target=0.9, seeds=(1, 2), gpus=1)
+    made = goodput(probes, Search(1.0, 0.1, 64.0), TEST_SLO, target=0.9, seeds=(1, 2), gpus=1)
     assert made.limits == ("TPOT",)
 
 
@@ -166,7 +166,7 @@ def test_refused_requests_are_named_as_the_limit() -> None:
         share = min(1.0, 4.0 / rate)
         return Attainment(share, share, share, share)
 
-    made = goodput(Probes(attain), Search(1.0, 0.1, 64.0), PROMISE, target=0.9, seeds=(1,), gpus=1)
+    made = goodput(Probes(attain), Search(1.0, 0.1, 64.0), TEST_SLO, target=0.9, seeds=(1,), gpus=1)
     assert made.limits == ("requests not served",)
 
 
@@ -179,8 +179,8 @@ def test_targets_share_what_is_known() -> None:
 
     probes = Probes(attain)
     search = Search(1.0, 0.1, 64.0)
-    loose = goodput(probes, search, PROMISE, target=0.9, seeds=SEEDS, gpus=1)
-    strict = goodput(probes, search, PROMISE, target=0.99, seeds=SEEDS, gpus=1)
+    loose = goodput(probes, search, TEST_SLO, target=0.9, seeds=SEEDS, gpus=1)
+    strict = goodput(probes, search, TEST_SLO, target=0.99, seeds=SEEDS, gpus=1)
     assert strict.rate < loose.rate
     assert len(asked) == len(set(asked)) == len(strict.probes)
     rates = [rate for rate, _ in strict.curve]
@@ -200,7 +200,7 @@ def test_when_the_time_is_up_the_bracket_is_the_answer(runs: int) -> None:
             yield work(*one)
 
     probes = Probes(partial(falling, 5.0, 0.0), each)
-    made = goodput(probes, Search(1.0, 0.1, 64.0), PROMISE, target=0.9, seeds=SEEDS, gpus=4)
+    made = goodput(probes, Search(1.0, 0.1, 64.0), TEST_SLO, target=0.9, seeds=SEEDS, gpus=4)
     assert not made.complete and not made.unattainable
     assert len(made.probes) == runs
     for held, broke in zip(made.by_seed, made.broke, strict=True):
@@ -212,7 +212,7 @@ def test_when_the_time_is_up_the_bracket_is_the_answer(runs: int) -> None:
 def test_seeds_that_follow_the_first_find_the_same_with_fewer_probes() -> None:
     def found(led: bool) -> Goodput:
         probes = Probes(partial(falling, 5.0, 0.05))
-        return goodput(probes, Search(1.0, 0.1, 64.0), PROMISE, target=0.9, seeds=SEEDS, gpus=4, led=led)
+        return goodput(probes, Search(1.0, 0.1, 64.0), TEST_SLO, target=0.9, seeds=SEEDS, gpus=4, led=led)
 
     alone, led = found(False), found(True)
     assert led.by_seed == pytest.approx(alone.by_seed, rel=0.03)
@@ -222,7 +222,7 @@ def test_seeds_that_follow_the_first_find_the_same_with_fewer_probes() -> None:
 def test_probes_of_one_round_go_out_together_in_other_processes() -> None:
     with ProcessPoolExecutor(2) as pool:
         probes = Probes(partial(falling, 5.0, 0.1), pool.map)
-        there = goodput(probes, Search(1.0, 0.1, 64.0), PROMISE, target=0.9, seeds=SEEDS, gpus=4)
+        there = goodput(probes, Search(1.0, 0.1, 64.0), TEST_SLO, target=0.9, seeds=SEEDS, gpus=4)
     assert there == searched(5.0, Search(1.0, 0.1, 64.0), 0.1)
 
 
@@ -253,5 +253,5 @@ def test_an_empty_range_is_refused(rates: tuple[float, ...], message: str) -> No
 def test_an_invalid_search_is_refused(target: float, seeds: tuple[int, ...], gpus: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         goodput(
-            Probes(partial(falling, 1.0, 0.0)), Search(1.0, 1.0, 1.0), PROMISE, target=target, seeds=seeds, gpus=gpus
+            Probes(partial(falling, 1.0, 0.0)), Search(1.0, 1.0, 1.0), TEST_SLO, target=target, seeds=seeds, gpus=gpus
         )

@@ -21,12 +21,12 @@ from workers.request import SLO
 TTFT = next(metric for metric in METRICS if metric.name == "TTFT p50")
 KEPT = next(metric for metric in METRICS if metric.name == "TTFT and TPOT attainment")
 TOKENS = next(metric for metric in METRICS if metric.name == "output tokens")
-PROMISE = SLO(1.0, 0.1)
+TEST_SLO = SLO(1.0, 0.1)
 
 
 def trial(name: str, seed: int, ttft_s: float, *, load: str = "1 requests/s", colocated: bool | None = True) -> SeedRun:
     run = replace(split_run(), system=name, served=tuple(steady(n, 0.0, ttft_s, 0.05, 8) for n in range(4)))
-    return SeedRun(name, colocated, load, seed, figures(run, PROMISE))
+    return SeedRun(name, colocated, load, seed, figures(run, TEST_SLO))
 
 
 def test_an_interval_by_hand() -> None:
