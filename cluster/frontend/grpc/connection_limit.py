@@ -11,6 +11,7 @@ import socket
 import stat
 from collections import defaultdict
 from contextlib import suppress
+from urllib.parse import unquote
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +21,10 @@ FILES = "/proc/self/fd"
 
 
 class ConnectionLimit:
-    """Owned by the server that listens on `port`. `max_connections`: of all addresses together."""
+    """Owned by the server that listens on `port`, once it does. `max_connections`: of all addresses together."""
 
-    def __init__(self, port: int, max_connections: int) -> None:
-        self._port = port
+    def __init__(self, max_connections: int, port: int = 0) -> None:
+        self.port = port
         self._max_per_address = min(MAX_CONNECTIONS_PER_ADDRESS, max(1, max_connections // 4))
         self._hosts: dict[int, str | None] = {}  # of each open socket by its inode, oldest first; None: not of the port
 
@@ -37,11 +38,7 @@ class ConnectionLimit:
 
     def close_excess(self) -> None:
         """Shut the newest connections of each address beyond its limit down. Raises `OSError`."""
-        files = {}
-        for name in os.listdir(FILES):
-            inode = _socket_inode(int(name))
-            if inode:
-                files[inode] = int(name)
+        files = _sockets()
         known = {inode: host for inode, host in self._hosts.items() if inode in files}
         self._hosts = known | {inode: self._host(file) for inode, file in files.items() if inode not in known}
         by_host = defaultdict[str, list[int]](list)
@@ -56,19 +53,37 @@ class ConnectionLimit:
                 text = "closed %d gRPC connections of %s, which had %d (at most %d per address)"
                 logger.warning(text, len(excess), host, len(inodes), self._max_per_address, extra={"repeats": True})
 
+    def close(self, peer: str) -> None:
+        """Shut the connection of a call down. `peer`: of its context, such as ipv4:127.0.0.1:1234. Raises `OSError`."""
+        host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+        for inode, file in _sockets().items():
+            if self._peer(file) == (host.strip("[]"), int(port)):
+                _shut_down(file, inode)
+
     def _host(self, file: int) -> str | None:
-        """The client's address. None: no connection of a client, or it ended."""
+        peer = self._peer(file)
+        return None if peer is None else peer[0]
+
+    def _peer(self, file: int) -> tuple[str, int] | None:
+        """The client's address and port. None: no connection of a client, or it ended."""
         try:
             found = socket.socket(fileno=file)
         except OSError:
             return None
         try:
-            is_ours = found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == self._port
-            return str(found.getpeername()[0]) if is_ours else None
+            is_ours = found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == self.port
+            host, port, *_ = found.getpeername() if is_ours else ("", 0)
+            return (str(host).removeprefix("::ffff:"), int(port)) if is_ours else None
         except OSError:
             return None
         finally:
             found.detach()  # grpc owns it
+
+
+def _sockets() -> dict[int, int]:
+    """The files of this process that are sockets, by inode."""
+    files = [int(name) for name in os.listdir(FILES)]
+    return {inode: file for file in files if (inode := _socket_inode(file))}
 
 
 def _socket_inode(file: int) -> int:

@@ -11,7 +11,8 @@ from grpc_status import rpc_status
 
 from cluster.frontend.auth import Authenticator, KeyRefused
 from cluster.frontend.gateway import servable
-from cluster.frontend.grpc.sender import abort
+from cluster.frontend.grpc.address_limit import AddressLimit
+from cluster.frontend.grpc.sender import OutputNotTaken, Sender, abort
 from cluster.frontend.grpc.statuses import code_name, status_of
 from cluster.frontend.served_models import ServedModels
 from diptych.wire import ADMIN, INFERENCE
@@ -19,6 +20,7 @@ from workers.errors import InvalidRequest
 
 HEALTH = f"/{health.SERVICE_NAME}/"  # needs no key, because probes and load balancers have none
 MESSAGE_S = 60.0  # from the start of a call until its request message has arrived, as for HTTP bodies
+MAX_OTHER_CALLS_PER_ADDRESS = 512  # without a request message yet, or with a single answer; a quarter of all such calls
 KINDS = ("unary_unary", "unary_stream", "stream_stream")
 Details = grpc.HandlerCallDetails
 Handler = Any  # grpc's own type takes no parameters at run time
@@ -26,35 +28,57 @@ Behavior = Callable[[Any, Any], Awaitable[Any]]
 
 
 class MessageInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls whose request message, or a stream's next, does not arrive in `MESSAGE_S`. grpc waits forever."""
+    """Ends calls whose request message, or a stream's next, does not arrive in `MESSAGE_S`. grpc waits forever.
+
+    A client that does not take the only answer of a call in `SEND_S` is disconnected: `close` gets its peer and ends
+    the connection, as nothing else ends a call that cannot send. Meanwhile the calls of an address are limited.
+    """
+
+    def __init__(self, close: Callable[[str], None]) -> None:
+        self._close = close
+        self._limit = AddressLimit(MAX_OTHER_CALLS_PER_ADDRESS)
 
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Handler]], handler_call_details: Details
     ) -> Handler:
         handler = await continuation(handler_call_details)
         if handler is not None and isasyncgenfunction(handler.stream_stream):  # reflection: the only stream of requests
-            return handler._replace(stream_stream=_stream_ended_in_time(handler.stream_stream))
+            return handler._replace(stream_stream=_stream_ended_in_time(handler.stream_stream, self._limit))
         if handler is None or handler.request_streaming:  # a refused call reads no message
             return handler
 
         async def behave(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            try:
-                async with asyncio.timeout(MESSAGE_S):
-                    request = await context.read()
-            except TimeoutError:
-                rule = f"the request message did not arrive within {MESSAGE_S:g} s"
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, rule)
-            if request is grpc.aio.EOF:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request message")
-            if handler.unary_stream is not None:
-                await handler.unary_stream(request, context)
-            else:
-                await context.write(await handler.unary_unary(request, context))
+            async with self._limit.held(context):
+                request = await _message(context)
+                if handler.unary_unary is not None:
+                    return await self._send(await handler.unary_unary(request, context), context)
+            await handler.unary_stream(request, context)
 
         return grpc.stream_stream_rpc_method_handler(behave, handler.request_deserializer, handler.response_serializer)
 
+    async def _send(self, answer: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        try:
+            await Sender(context).send(answer)
+        except OutputNotTaken:
+            await asyncio.to_thread(self._close, context.peer())
+            raise asyncio.CancelledError from None  # as when a client leaves
 
-def _stream_ended_in_time(inner: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+
+async def _message(context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    try:
+        async with asyncio.timeout(MESSAGE_S):
+            request = await context.read()
+    except TimeoutError:
+        rule = f"the request message did not arrive within {MESSAGE_S:g} s"
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, rule)
+    if request is grpc.aio.EOF:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request message")
+    return request
+
+
+def _stream_ended_in_time(
+    inner: Callable[[Any, Any], AsyncIterator[Any]], limit: AddressLimit
+) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def in_time(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
         while True:
             try:
@@ -65,8 +89,9 @@ def _stream_ended_in_time(inner: Callable[[Any, Any], AsyncIterator[Any]]) -> Ca
             yield message
 
     async def behave(messages: Any, context: Any) -> AsyncIterator[Any]:
-        async for response in inner(in_time(aiter(messages)), context):
-            yield response
+        async with limit.held(context):
+            async for response in inner(in_time(aiter(messages)), context):
+                yield response
 
     return behave
 

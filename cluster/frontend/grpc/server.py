@@ -68,7 +68,11 @@ class GrpcServer:
             pools.append(PreprocessingPool(load))
             gateways.append(Gateway(context, tokenizer, pools[-1]))
         models = self._models = ServedModels(self._context, gateways)
-        interceptors: list[grpc.aio.ServerInterceptor] = [MessageInterceptor(), ResponseInterceptor(models)]
+        connections = ConnectionLimit(_max_connections())
+        interceptors: list[grpc.aio.ServerInterceptor] = [
+            MessageInterceptor(connections.close),
+            ResponseInterceptor(models),
+        ]
         if self.guard.has_keys:
             interceptors.append(KeyInterceptor(self.guard))
         server = grpc.aio.server(
@@ -83,7 +87,8 @@ class GrpcServer:
         add_reflection((INFERENCE, ADMIN, health.SERVICE_NAME), server)
         port = _bind(server, spec.host, spec.grpc_port, _credentials(self.guard))
         await server.start()
-        self._limiting = asyncio.create_task(ConnectionLimit(port, _max_connections()).run())
+        connections.port = port
+        self._limiting = asyncio.create_task(connections.run())
         for preprocessing in pools if self._eager else ():
             preprocessing.start()
         self._server = server

@@ -15,10 +15,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from cluster.frontend.context import ClusterQueries
 from cluster.frontend.gateway import servable
+from cluster.frontend.grpc.address_limit import AddressLimit
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Response = health_pb2.HealthCheckResponse
 MAX_WATCHES = 1024  # they have no deadline, and need no key
+MAX_WATCHES_PER_ADDRESS = 256
 V1 = "grpc.reflection.v1.ServerReflection"
 V1_FILE = "grpc/reflection/v1/reflection.proto"
 
@@ -32,6 +34,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._others = others
         self._closing = asyncio.Event()
         self._num_watches = 0
+        self._by_address = AddressLimit(MAX_WATCHES_PER_ADDRESS)
 
     def close(self) -> None:
         """Report NOT_SERVING from now on, and end all watches."""
@@ -49,7 +52,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._num_watches += 1
         closing = asyncio.ensure_future(self._closing.wait())
         try:
-            await self._watch(request.service, context, closing)
+            async with self._by_address.held(context):
+                await self._watch(request.service, context, closing)
         finally:
             closing.cancel()
             self._num_watches -= 1

@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from cluster.frontend.grpc import connection_limit, interceptors, server, standard_services
+from cluster.frontend.grpc import connection_limit, interceptors, sender, server, standard_services
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.wire import INFERENCE, MAX_REQUEST_BYTES
@@ -94,7 +94,7 @@ async def test_one_address_cannot_hold_all_connections(
 def test_the_newest_connections_of_an_address_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS_PER_ADDRESS", 2)
     with ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listening:
-        limit = connection_limit.ConnectionLimit(listening.getsockname()[1], 4096)
+        limit = connection_limit.ConnectionLimit(4096, listening.getsockname()[1])
 
         def connect() -> tuple[socket.socket, socket.socket]:
             client = opened.enter_context(socket.create_connection(listening.getsockname()))
@@ -140,6 +140,63 @@ async def test_a_call_whose_message_does_not_arrive_is_ended(
     assert (await client.complete("hello", max_tokens=1)).text == "a"
 
 
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    return b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
+
+
+def checks_without_window(count: int) -> bytes:
+    """HTTP/2: a client that allows no byte of an answer, and so many health checks."""
+    headers = {":method": "POST", ":scheme": "http", ":path": "/grpc.health.v1.Health/Check", ":authority": "h"}
+    headers |= {"te": "trailers", "content-type": "application/grpc"}
+    block = b"".join(literal(name.encode(), value.encode()) for name, value in headers.items())
+    calls = (frame(1, 4, 2 * each + 1, block) + frame(0, 1, 2 * each + 1, bytes(5)) for each in range(count))
+    settings = frame(4, 0, 0, (4).to_bytes(2) + bytes(4)) + frame(4, 1, 0)  # the initial window, and an acknowledgment
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + b"".join(calls)
+
+
+async def test_one_address_cannot_hold_all_calls_with_answers_that_it_does_not_take(
+    open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_OTHER_CALLS", 7)
+    monkeypatch.setattr(interceptors, "MAX_OTHER_CALLS_PER_ADDRESS", 4)
+    client = await open_client(max_requests=1)
+    reader, writer = await connected(client, ("127.0.0.2", 0))
+    writer.write(checks_without_window(7))
+    received = b""
+    async with asyncio.timeout(30.0):
+        while received.count(b"such calls of this address run") < 3:
+            received += await reader.read(4096)
+    assert (await client.complete("hello", max_tokens=1)).text == "a"
+    writer.close()
+
+
+async def test_a_call_whose_answer_is_not_taken_is_ended(
+    open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_OTHER_CALLS", 3)
+    monkeypatch.setattr(sender, "SEND_S", 0.5)
+    client = await open_client(max_requests=1)
+    reader, writer = await connected(client)
+    writer.write(checks_without_window(5))  # one more than there may be
+    received = b""
+    async with asyncio.timeout(30.0):
+        while b"Concurrent RPC limit exceeded" not in received:
+            received += await reader.read(4096)
+        while True:
+            try:
+                answer = await client.complete("hello", max_tokens=1)
+                break
+            except DiptychError as refused:
+                assert refused.code == "RESOURCE_EXHAUSTED"
+                await asyncio.sleep(0.05)
+    assert answer.text == "a"
+    writer.close()
+
+
 async def test_a_reflection_stream_without_a_message_is_ended(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,10 +221,12 @@ async def test_calls_above_the_limit_are_refused(open_client: OpenClient, monkey
     assert (await client.complete("hello", max_tokens=1)).text == "a"
 
 
+@pytest.mark.parametrize("limit", ["MAX_WATCHES", "MAX_WATCHES_PER_ADDRESS"])
 async def test_health_watches_are_limited_and_leave_nothing(
-    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+    open_client: OpenClient, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(standard_services, "MAX_WATCHES", 2)
+    monkeypatch.setattr(standard_services, limit, 2)
+    client = await open_client()
     request = health_pb2.HealthCheckRequest()
     async with grpc.aio.insecure_channel(client.endpoint) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

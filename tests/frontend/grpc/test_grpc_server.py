@@ -69,6 +69,9 @@ async def test_a_health_watch_notices_a_close_during_a_write(dispatcher: FakeDis
     statuses: list[int] = []
 
     class Context:
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:1"
+
         async def write(self, response: health_pb2.HealthCheckResponse) -> None:
             statuses.append(response.status)
             service.close()
