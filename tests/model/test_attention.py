@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.examples import examples
 from tests.model.paging import ragged, scattered_tables
@@ -177,6 +178,23 @@ def test_what_exceeds_the_range_of_float16_is_written_as_its_largest_number(back
     written = torch.tensor([65504, -65504, 65504, -65504, 65504, 65504, torch.nan, 3], dtype=torch.float16)
     for half, sign in ((0, 1), (1, -1)):
         torch.testing.assert_close(pool[2, 0, 0, half, 1].cpu(), sign * written, rtol=0, atol=0, equal_nan=True)
+
+
+class NoFp8Rows(TorchDispatchMode):
+    """As a torch whose GPUs select no rows of fp8."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.index_select.default or args[0].dtype != torch.float8_e4m3fn
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_reads_fp8_as_bytes() -> None:
+    pool = to_slots(torch.randn(4, 2, 1, 2, 4, 8), torch.float8_e4m3fn).to(DEVICE)
+    meta = on_device(ragged([[0, 1, 2]], [1], [10], 4))
+    query = torch.randn(1, 4, 8, device=DEVICE)
+    with NoFp8Rows():
+        found = SDPA.attend(query, pool, 0, meta, Scoring(0.1))
+    torch.testing.assert_close(found, REFERENCE.attend(query, pool, 0, meta, Scoring(0.1)))
 
 
 @pytest.mark.grid(keep=3)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.ops.batch import KeySpan, RaggedBatch, Scoring, first_key
-from workers.ops.narrow import from_slots, to_slots
+from workers.ops.narrow import LARGEST, from_slots, to_slots
 
 KEYS = 1024  # of a part at a time: bounds the memory for scores
 
@@ -105,11 +105,15 @@ def gather(pool: Tensor, layer: int, tables: Tensor, num_tokens: int, dtype: tor
     batch, num_blocks = tables.shape
     rows = _first_rows(pool, layer, tables[:, None]).flatten()  # [batch * kv_heads * blocks]
     halves = pool.view(-1, block_size * slot_size)
+    halves = halves.view(torch.int8) if pool.dtype in LARGEST else halves  # not every torch selects fp8 on a GPU
     shape = (batch, kv_heads, num_blocks * block_size, slot_size)
-    key = from_slots(halves.index_select(0, rows).view(shape)[:, :, :num_tokens], dtype)
-    if pool.shape[3] == 1:
-        return key, key
-    return key, from_slots(halves.index_select(0, rows + 1).view(shape)[:, :, :num_tokens], dtype)
+
+    def vectors(rows: Tensor) -> Tensor:
+        slots = halves.index_select(0, rows).view(pool.dtype).view(shape)
+        return from_slots(slots[:, :, :num_tokens], dtype)
+
+    key = vectors(rows)
+    return key, key if pool.shape[3] == 1 else vectors(rows + 1)
 
 
 def _first_rows(pool: Tensor, layer: int, blocks: Tensor) -> Tensor:
