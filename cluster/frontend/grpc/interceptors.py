@@ -20,7 +20,7 @@ from workers.errors import InvalidRequest
 
 HEALTH = f"/{health.SERVICE_NAME}/"  # needs no key, because probes and load balancers have none
 MESSAGE_S = 60.0  # from the start of a call until its request message has arrived, as for HTTP bodies
-MAX_OTHER_CALLS_PER_ADDRESS = 512  # without a request message yet, or with a single answer; a quarter of all such calls
+MAX_OTHER_CALLS_PER_ADDRESS = 512  # without a request message yet, or with a single answer; beside as many as may run
 KINDS = ("unary_unary", "unary_stream", "stream_stream")
 Details = grpc.HandlerCallDetails
 Handler = Any  # grpc's own type takes no parameters at run time
@@ -31,12 +31,13 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
     """Ends calls whose request message, or a stream's next, does not arrive in `MESSAGE_S`. grpc waits forever.
 
     A client that does not take the only answer of a call in `SEND_S` is disconnected: `close` gets its peer and ends
-    the connection, as nothing else ends a call that cannot send. Meanwhile the calls of an address are limited.
+    the connection, as nothing else ends a call that cannot send. Meanwhile the calls of an address are limited; it may
+    begin `max_requests` at once.
     """
 
-    def __init__(self, close: Callable[[str], None]) -> None:
+    def __init__(self, max_requests: int, close: Callable[[str], None]) -> None:
         self._close = close
-        self._limit = AddressLimit(MAX_OTHER_CALLS_PER_ADDRESS)
+        self._limit = AddressLimit(max_requests + MAX_OTHER_CALLS_PER_ADDRESS)
 
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Handler]], handler_call_details: Details

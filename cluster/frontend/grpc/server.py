@@ -70,7 +70,7 @@ class GrpcServer:
         models = self._models = ServedModels(self._context, gateways)
         connections = ConnectionLimit(_max_connections())
         interceptors: list[grpc.aio.ServerInterceptor] = [
-            MessageInterceptor(connections.close),
+            MessageInterceptor(models.max_requests, connections.close),
             ResponseInterceptor(models),
         ]
         if self.guard.has_keys:

@@ -162,7 +162,7 @@ async def test_one_address_cannot_hold_all_calls_with_answers_that_it_does_not_t
     open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_OTHER_CALLS", 7)
-    monkeypatch.setattr(interceptors, "MAX_OTHER_CALLS_PER_ADDRESS", 4)
+    monkeypatch.setattr(interceptors, "MAX_OTHER_CALLS_PER_ADDRESS", 3)
     client = await open_client(max_requests=1)
     reader, writer = await connected(client, ("127.0.0.2", 0))
     writer.write(checks_without_window(7))
