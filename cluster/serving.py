@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.control.changes import ServerReport
 from cluster.control.client import ControllerClient
-from cluster.control.membership import Membership
+from cluster.control.membership import NO_MEMBERSHIP, Membership
 from cluster.control.pools import first_orders
 from cluster.control.scaling_loop import ScalingPolicy
 from cluster.control.supervision import ORPHAN_AFTER_S, Failures, GatewayManager, KeepAlive, supervised
@@ -245,7 +245,7 @@ class Serving:
                 self.http_urls.append(await gateway.call("http_url"))
             self._supervise(index, gateway, models)
         membership: Membership = await self._controller.call("members", 0, 1.0)
-        for link in membership.links:
+        for link in membership.view.links:
             progress(
                 f"{link.owner} -> {link.reader}: {link.transport}, {link.path}, "
                 f"{link.bytes_per_s / 1e9:.2f} GB/s, {link.latency_s * 1e6:.0f} us"
@@ -273,7 +273,7 @@ class Serving:
         shown: dict[str, WorkerView] = {}
         while True:
             models: tuple[ModelView, ...] | None = None
-            membership = Membership(0)
+            membership = NO_MEMBERSHIP
             try:
                 models = await controller.call("ready", 1.0)
                 membership = await controller.call("members", 0, 1.0)
@@ -281,8 +281,8 @@ class Serving:
                 if self._closed.is_set():
                     raise
                 await asyncio.sleep(RESTART_LOOK_S)
-            for member in membership.members:
-                view, before = member.view, shown.get(member.view.name)
+            for view in membership.view.workers:
+                before = shown.get(view.name)
                 shown[view.name] = view
                 if before is None or before.state is not view.state:
                     detail = view.trouble or (f"pid {view.pid}" if view.pid else "")

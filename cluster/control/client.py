@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from cluster.control.changes import ControllerUnavailable
-from cluster.control.membership import Membership
+from cluster.control.membership import NO_MEMBERSHIP, Membership
 from cluster.policy.scaling.offered_load import LoadReport
 from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.runtime_errors import WorkerGone
@@ -30,12 +30,12 @@ class ControllerClient:
         self._controller = controller
         self._gateway = gateway
         self._decides = decides
-        self._known = Membership(0)  # the controller need not send it again
+        self._known = NO_MEMBERSHIP  # the controller need not send it again
         self._change_s = 2 * preflight_s + GRACE_S  # a change may wait for another change
 
     async def members(self, revision: int, timeout_s: float) -> Membership:
         """Long poll of the membership. Raises `WorkerGone`."""
-        known = self._known if self._known.revision == revision else Membership(0)
+        known = self._known if self._known.revision == revision else NO_MEMBERSHIP
         membership: Membership = await self._controller.call(
             "members", revision, timeout_s, self._gateway, known.links_id, timeout_s=timeout_s + GRACE_S
         )

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 
 from cluster.control.changes import (
     MAX_DRAIN_S,
@@ -18,7 +19,7 @@ from cluster.control.changes import (
     TargetWorker,
     UnknownMember,
 )
-from cluster.control.membership import Member, Membership, PollingGateways, Revisions, task_failures
+from cluster.control.membership import Membership, PollingGateways, Revisions, task_failures
 from cluster.control.pools import (
     free_name,
     in_order,
@@ -235,18 +236,13 @@ class Controller:
             raise WorkerGone(NOT_BEGUN)
         since = revision if is_ours else 0
         names = self._revisions.since(since) if since else self._replicas
-        changed = (self._replicas[name] for name in names if name in self._replicas)
-        known = links_id == self._preflight.links_id
+        changed = [self._replicas[name] for name in names if name in self._replicas]
+        view = self._view(changed, gateways=self._polling.names(clock()))
+        if links_id == self._preflight.links_id:
+            view = replace(view, links=(), unlinked=frozenset())
         return Membership(
-            revision=self._revisions.now,
-            members=tuple(Member(replica.view, replica.handle) for replica in changed),
-            links=() if known else self._preflight.links,
-            unlinked=frozenset() if known else self._preflight.unlinked,
-            pools=self._pool_views,
-            gateways=self._polling.names(clock()),
-            served_gateways=self._server.gateways,
-            adapters=tuple(self._adapters.values()),
-            failures=task_failures(server=self._server.failures, controller=self._failures.counts()),
+            view=view,
+            handles={replica.name: replica.handle for replica in changed},
             links_id=self._preflight.links_id,
             since=since,
             names=tuple(self._replicas) if since and self._revisions.names_changed(since) else None,
@@ -271,13 +267,23 @@ class Controller:
 
     def view(self) -> ClusterView:
         """The view that gateways get."""
-        workers = tuple(replica.view for replica in self._replicas.values())
-        links, unlinked = self._preflight.links, self._preflight.unlinked
-        more = workers, links, unlinked, self._pool_views
-        first, *others = self._models() or (None,)
-        adapters = tuple(self._adapters.values())
+        model, *other_models = self._models() or (None,)
+        return replace(self._view(self._replicas.values()), model=model, other_models=tuple(other_models))
+
+    def _view(self, replicas: Iterable[ReplicaManager], gateways: tuple[str, ...] = ()) -> ClusterView:
+        """Without models, which gateways know."""
         return ClusterView(
-            self._revisions.now, self._spec.name, first, *more, adapters=adapters, other_models=tuple(others)
+            revision=self._revisions.now,
+            name=self._spec.name,
+            model=None,
+            workers=tuple(replica.view for replica in replicas),
+            links=self._preflight.links,
+            unlinked=self._preflight.unlinked,
+            pools=self._pool_views,
+            gateways=gateways,
+            served_gateways=self._server.gateways,
+            failures=task_failures(server=self._server.failures, controller=self._failures.counts()),
+            adapters=tuple(self._adapters.values()),
         )
 
     def _bump(self, name: str = "") -> None:

@@ -4,71 +4,51 @@ A gateway that has an earlier revision gets only what changed since then.
 """
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from cluster.runtime.interface import WorkerHandle
-from diptych.view import Adapter, GatewayView, PoolView, TaskFailures, WorkerView
-from kvtransfer.ticket import LinkReport
+from diptych.view import ClusterView, TaskFailures
 
 APART_S, AT_ONCE = 0.2, 20  # time between answers to a gateway, once it has had so many at once
 
 
-class Member(Struct, frozen=True):
-    """One worker. `handle` is None while it starts."""
-
-    view: WorkerView
-    handle: WorkerHandle | None
-
-
 class Membership(Struct, frozen=True):
-    """`revision` grows with every change, except of `gateways`, the gateways that poll the membership.
+    """The cluster as the controller publishes it to gateways, and the handles of its workers (None while one starts).
 
-    `links`: a sample of the measured links. `unlinked`: pairs (owner, reader) between which KV cannot move. `links_id`
-    identifies both, and the controller; a gateway that has them already gets neither. `since`: only the members that
-    changed after this revision are here; 0: all are. `names`: all members in order; None: as in that revision.
+    The revision grows with every change, except of the view's `gateways`, which poll the membership. `links_id`
+    identifies the view's links and unlinked pairs, and the controller; a gateway that has them already gets neither.
+    `since`: only the workers that changed after this revision are here; 0: all are. `names`: all workers in order;
+    None: as in that revision.
     """
 
-    revision: int
-    members: tuple[Member, ...] = ()
-    links: tuple[LinkReport, ...] = ()
-    unlinked: frozenset[tuple[str, str]] = frozenset()
-    pools: tuple[PoolView, ...] = ()
-    gateways: tuple[str, ...] = ()
-    served_gateways: tuple[GatewayView, ...] = ()
-    adapters: tuple[Adapter, ...] = ()
-    failures: tuple[TaskFailures, ...] = ()
+    view: ClusterView
+    handles: dict[str, WorkerHandle | None] = {}
     links_id: str = ""
     since: int = 0
     names: tuple[str, ...] | None = None
 
+    @property
+    def revision(self) -> int:
+        return self.view.revision
+
     def after(self, before: "Membership") -> "Membership":
         """The whole membership: what is left out here is as `before`, of revision `since`."""
-        whole = self
+        view, handles = self.view, self.handles
         if self.since:
-            members = {member.view.name: member for member in (*before.members, *self.members)}
-            names = members if self.names is None else self.names
-            whole = replace(self, members=tuple(members[name] for name in names), since=0, names=None)
-        if self.links_id != before.links_id:
-            return whole
-        return replace(whole, links=before.links, unlinked=before.unlinked)
+            workers = {worker.name: worker for worker in (*before.view.workers, *view.workers)}
+            names = tuple(workers) if self.names is None else self.names
+            known = before.handles | handles
+            view = replace(view, workers=tuple(workers[name] for name in names))
+            handles = {name: known[name] for name in names}
+        if self.links_id == before.links_id:
+            view = replace(view, links=before.view.links, unlinked=before.view.unlinked)
+        return Membership(view, handles, self.links_id)
 
-    def of_pools(self, names: Collection[str]) -> "Membership":
-        """A whole membership without the pools, workers and links of others; itself if there are none."""
-        if all(pool.name in names for pool in self.pools):
-            return self
-        members = tuple(member for member in self.members if member.view.pool in names)
-        workers = {member.view.name for member in members}
-        return replace(
-            self,
-            members=members,
-            links=tuple(link for link in self.links if link.owner in workers and link.reader in workers),
-            unlinked=frozenset(pair for pair in self.unlinked if workers.issuperset(pair)),
-            pools=(pools := tuple(pool for pool in self.pools if pool.name in names)),
-            adapters=tuple(adapter for adapter in self.adapters if adapter.model in {pool.model for pool in pools}),
-        )
+
+NO_MEMBERSHIP = Membership(ClusterView(0, "", None, ()))
 
 
 class Revisions:

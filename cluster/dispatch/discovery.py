@@ -15,7 +15,7 @@ from functools import partial
 from msgspec import structs
 
 from cluster.control.client import ControllerClient
-from cluster.control.membership import Member, Membership
+from cluster.control.membership import NO_MEMBERSHIP, Membership
 from cluster.control.replicas import CRASH_LOOP, REMOVED
 from cluster.control.supervision import Failures, supervised
 from cluster.dispatch.capacity import ServingCapacity, serving_capacity, sized
@@ -60,8 +60,8 @@ class WorkerDiscovery:
         self._caches = caches
         self._history = history
         self.failures = Failures(self._forget_routing_view)
-        self._membership = Membership(0)
-        self._members: dict[str, Member] = {}  # of the membership
+        self._membership = NO_MEMBERSHIP
+        self._workers: dict[str, WorkerView] = {}  # of the membership, by name
         self.adapters: dict[str, Adapter] = {}  # of the membership, by name
         self._seen: dict[str, WorkerView] = {}  # the routing view's workers
         self._sent: dict[str, SentWork] = {}
@@ -109,13 +109,12 @@ class WorkerDiscovery:
         self.catch_up()
         if self._routing_view is None or self._stale:  # called for each request
             for name in self._stale & self._seen.keys():
-                client, view = self.clients.get(name), self._members[name].view
+                client, view = self.clients.get(name), self._workers[name]
                 self._seen[name] = view if client is None else client.seen(view)
             self._stale.clear()
-            known, workers = self._membership, tuple(self._seen.values())
-            more = known.links, known.unlinked, known.pools, known.gateways, known.served_gateways, self._all_failures()
-            self._routing_view = ClusterView(
-                known.revision, self._spec.name, self._model, workers, *more, known.adapters
+            workers, failures = tuple(self._seen.values()), self._all_failures()
+            self._routing_view = replace(
+                self._membership.view, name=self._spec.name, model=self._model, workers=workers, failures=failures
             )
         return self._routing_view
 
@@ -124,7 +123,7 @@ class WorkerDiscovery:
 
     def _all_failures(self) -> tuple[TaskFailures, ...]:
         own = self.failures.counts()
-        return (*self._membership.failures, *(TaskFailures(self._name, task, count) for task, count in own))
+        return (*self._membership.view.failures, *(TaskFailures(self._name, task, count) for task, count in own))
 
     def view(self) -> ClusterView:
         """The routing view with ages. A lost worker is shown as dead."""
@@ -151,16 +150,16 @@ class WorkerDiscovery:
 
     def sized(self) -> tuple[WorkerView, ...]:
         """The members with their capacity, as far as it is known."""
-        return sized(member.view for member in self._members.values())
+        return sized(self._workers.values())
 
     def has_ready(self, *roles: Role) -> bool:
         """Whether a connected worker of one of these roles is ready."""
         return any(
-            member.view.role in roles
-            and member.view.state is WorkerState.READY
-            and (client := self.clients.get(member.view.name)) is not None
+            worker.role in roles
+            and worker.state is WorkerState.READY
+            and (client := self.clients.get(worker.name)) is not None
             and client.lost is None
-            for member in self._members.values()
+            for worker in self._workers.values()
         )
 
     def sent(self) -> dict[str, SentWork]:
@@ -202,18 +201,18 @@ class WorkerDiscovery:
             await asyncio.sleep(RECONNECT_S)
 
     def take(self, membership: Membership) -> None:
-        """Follow a membership. Members that did not change are the same objects."""
-        membership = membership.of_pools(self._pools)  # other pools serve other models
-        before, self._membership = self._members, membership
-        self.adapters = {each.name: each for each in membership.adapters}
-        self._members = members = {member.view.name: member for member in membership.members}
+        """Follow a membership. The views of workers that did not change are the same objects."""
+        cluster_view = membership.view.of_pools(self._pools)  # other pools serve other models
+        self._membership = structs.replace(membership, view=cluster_view)
+        self.adapters = {each.name: each for each in cluster_view.adapters}
+        before = self._workers
+        self._workers = workers = {worker.name: worker for worker in cluster_view.workers}
         self._capacity = None
-        changed = [member for name, member in members.items() if before.get(name) is not member]
+        changed = [worker for name, worker in workers.items() if before.get(name) is not worker]
         self._record_changes(before, changed)
-        left = before.keys() - members.keys()
-        for name in (*left, *(member.view.name for member in changed)):
-            client, member = self.clients.get(name), members.get(name)
-            view = None if member is None else member.view
+        left = before.keys() - workers.keys()
+        for name in (*left, *(worker.name for worker in changed)):
+            client, view = self.clients.get(name), workers.get(name)
             if client is not None and _departed(client, view):
                 if client.lost is None:
                     client.give_up(_reason(view))
@@ -223,20 +222,20 @@ class WorkerDiscovery:
                 self._heard_s[name] = client.last_outputs_s
                 if self._caches is not None:
                     self._caches.forget(name)
-            is_ready = member is not None and member.handle is not None and member.view.state is WorkerState.READY
-            if member is not None and is_ready and name not in self.clients:
-                self.clients[name] = self._connect(member)
-        self._heard_s = {name: at_s for name, at_s in self._heard_s.items() if name in members}
-        self._seen = {name: self._seen.get(name, member.view) for name, member in members.items()}
-        self._stale.update(member.view.name for member in changed)
+            is_ready = view is not None and view.state is WorkerState.READY and membership.handles[name] is not None
+            if view is not None and is_ready and name not in self.clients:
+                self.clients[name] = self._connect(view)
+        self._heard_s = {name: at_s for name, at_s in self._heard_s.items() if name in workers}
+        self._seen = {name: self._seen.get(name, worker) for name, worker in workers.items()}
+        self._stale.update(worker.name for worker in changed)
         self._routing_view = None
         self._notify()
 
-    def _record_changes(self, before: dict[str, Member], changed: list[Member]) -> None:
-        for now in (member.view for member in changed):
+    def _record_changes(self, before: dict[str, WorkerView], changed: list[WorkerView]) -> None:
+        for now in changed:
             if now.name not in before:
                 continue
-            old = before[now.name].view
+            old = before[now.name]
             if old.role is not now.role:
                 self._role_changes[old.role.value, now.role.value] += 1
                 self._history.add_event("flip", now.name, f"{old.role.value} -> {now.role.value}")
@@ -246,12 +245,12 @@ class WorkerDiscovery:
             if now.state is WorkerState.READY and now.restarts and not was_ready:
                 self._history.add_event("back", now.name, now.detail)
 
-    def _connect(self, member: Member) -> WorkerClient:
+    def _connect(self, view: WorkerView) -> WorkerClient:
         """A new client with a new subscriber name. The worker drops an older client's mailbox after a timeout."""
-        view = member.view
         self._sent.pop(view.name, None)
-        assert member.handle is not None, "only ready members have a client"
-        handle = member.handle.at(view.incarnation)
+        worker_handle = self._membership.handles[view.name]
+        assert worker_handle is not None, "only ready workers have a client"
+        handle = worker_handle.at(view.incarnation)
         reader: KVEventReader | None = None
         if self._caches is not None:
             take = partial(self._caches.take, view.name, view.incarnation, server=view.remote_store)
@@ -279,11 +278,10 @@ class WorkerDiscovery:
         """Make a new client for each lost worker that the controller still sees as ready, every `RECONNECT_S`."""
         await asyncio.sleep(RECONNECT_S)
         for client in [each for each in self.clients.values() if each.lost is not None]:
-            member = self._members[client.name]
-            view = member.view
+            view = self._workers[client.name]
             if view.state is WorkerState.READY and view.incarnation == client.view.incarnation:
                 self._background.start(client.close())
-                self.clients[view.name] = self._connect(member)
+                self.clients[view.name] = self._connect(view)
                 self._stale.add(view.name)
 
     def _notify(self) -> None:

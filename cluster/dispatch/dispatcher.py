@@ -175,7 +175,7 @@ class Dispatcher:
     def recent(self) -> Recent:
         """Traffic of each worker since this gateway started, and the latest events."""
         self.discovery.catch_up(with_tokens=True)
-        return self.history.recent(member.view.name for member in self.discovery.membership.members)
+        return self.history.recent(worker.name for worker in self.discovery.membership.view.workers)
 
     def window(self, begin_ns: int, end_ns: int) -> Window:
         """The history of a time window (by `cluster.observe.ledger.now_ns`), including running requests."""

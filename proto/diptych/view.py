@@ -354,11 +354,19 @@ class ClusterView:
         return () if self.model is None else (self.model, *self.other_models)
 
     def of_pools(self, names: Collection[str]) -> "ClusterView":
-        """The part of the view with the pools of these names."""
+        """The view without the pools, workers, links and adapters of others; itself if there are none."""
+        if all(pool.name in names for pool in self.pools):
+            return self
+        workers = tuple(worker for worker in self.workers if worker.pool in names)
+        pools = tuple(pool for pool in self.pools if pool.name in names)
+        known, models = {worker.name for worker in workers}, {pool.model for pool in pools}
         return replace(
             self,
-            workers=tuple(worker for worker in self.workers if worker.pool in names),
-            pools=tuple(pool for pool in self.pools if pool.name in names),
+            workers=workers,
+            links=tuple(link for link in self.links if link.owner in known and link.reader in known),
+            unlinked=frozenset(pair for pair in self.unlinked if known.issuperset(pair)),
+            pools=pools,
+            adapters=tuple(adapter for adapter in self.adapters if adapter.model in models),
         )
 
     def ready(self, *roles: Role) -> tuple[WorkerView, ...]:

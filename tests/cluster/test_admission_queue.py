@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Accepted, Completed, DeadlineExceeded, Delta, Event, Queued, Rejected
@@ -468,8 +469,9 @@ def test_a_request_whose_worker_is_lost_before_its_start_is_placed_again() -> No
                         placed = turn.result()
                         assert isinstance(placed, Placement)
                         left.append(placed.prefill)
-                        stay = tuple(member for member in known.members if member.view.name != left[0])
-                        roster.take(replace(known, revision=known.revision + 1, members=stay))
+                        stay = tuple(each for each in known.view.workers if each.name != left[0])
+                        view = replace(known.view, revision=known.revision + 1, workers=stay)
+                        roster.take(structs.replace(known, view=view))
 
                     asyncio.get_running_loop().call_soon(news)
                 return turn

@@ -279,10 +279,11 @@ async def test_a_request_waits_while_a_new_controller_does_not_know_all_workers(
         whole = discovery.membership
         for known in (0, 1):  # of three workers
             unknown = (
-                structs.replace(each, view=structs.replace(each.view, state=WorkerState.STARTING, capacity_tokens=0))
-                for each in whole.members[known:]
+                structs.replace(each, state=WorkerState.STARTING, capacity_tokens=0)
+                for each in whole.view.workers[known:]
             )
-            discovery.take(structs.replace(whole, members=(*whole.members[:known], *unknown)))
+            view = replace(whole.view, workers=(*whole.view.workers[:known], *unknown))
+            discovery.take(structs.replace(whole, view=view))
             running = asyncio.ensure_future(subject.run(replace(asked("long"), id=f"long-{known}")))
             await asyncio.sleep(0.3)
             assert not running.done(), running.exception()

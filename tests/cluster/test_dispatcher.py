@@ -417,9 +417,9 @@ async def test_a_restarted_controller_does_not_end_running_streams() -> None:
     async with cluster(split_spec(), SLOW) as subject:
         stream = await subject.begin(request("a", 40, max_tokens=30), 5)
         known = subject.dispatcher.discovery.membership
-        starting = (structs.replace(m.view, state=WorkerState.STARTING, incarnation="") for m in known.members)
-        anew = tuple(structs.replace(m, view=view) for m, view in zip(known.members, starting, strict=True))
-        subject.dispatcher.discovery.take(structs.replace(known, members=anew))
+        starting = (structs.replace(w, state=WorkerState.STARTING, incarnation="") for w in known.view.workers)
+        anew = replace(known.view, workers=tuple(starting))
+        subject.dispatcher.discovery.take(structs.replace(known, view=anew))
         await asyncio.sleep(0.1)
         subject.dispatcher.discovery.take(known)
         events = await stream

@@ -10,7 +10,7 @@ from msgspec import structs
 
 import cluster.control.preflight as preflight
 from cluster.control.changes import ChangeRefused
-from cluster.control.membership import Member, Membership
+from cluster.control.membership import Membership
 from cluster.control.preflight import MAX_LINKS, SAMPLE, SMALL
 from cluster.policy.estimate.links import MeasuredLinks
 from cluster.serving import Serving
@@ -136,7 +136,7 @@ def test_a_gateway_gets_only_the_members_that_changed() -> None:
         await asyncio.sleep(0.1)
         await controller.call("flip", "decode-0", Role.MIXED)
         await asyncio.sleep(0.1)
-        assert [member.view.name for member in sent[-1].members] == ["decode-0"] and sent[-1].names is None
+        assert [each.name for each in sent[-1].view.workers] == ["decode-0"] and sent[-1].names is None
         await controller.call("scale", "prefill", 2)
         await asyncio.sleep(1.0)
         assert any(each.names == ("prefill-0", "prefill-1", "decode-0") for each in sent)
@@ -158,7 +158,7 @@ def test_a_gateway_gets_the_whole_membership_of_another_controller() -> None:
         other = controller.build()
         await other.start(memory)
         whole = await other.members(known.revision, 1.0, "gateway-0", known.links_id)
-        assert whole.since == 0 and [member.view.name for member in whole.members] == ["prefill-0", "decode-0"]
+        assert whole.since == 0 and [each.name for each in whole.view.workers] == ["prefill-0", "decode-0"]
         assert whole.after(known) == whole and whole.links_id != known.links_id
         await other.stop()
 
@@ -166,18 +166,23 @@ def test_a_gateway_gets_the_whole_membership_of_another_controller() -> None:
 
 
 def test_a_membership_follows_from_the_one_before() -> None:
-    def member(name: str, role: Role) -> Member:
-        return Member(WorkerView(name, "pool", role, WorkerState.READY), None)
+    def worker(name: str, role: Role) -> WorkerView:
+        return WorkerView(name, "pool", role, WorkerState.READY)
+
+    def membership(revision: int, *workers: WorkerView, linked: bool = False, **more: Any) -> Membership:
+        links, unlinked = ((link,), frozenset({("b", "a")})) if linked else ((), frozenset())
+        view = ClusterView(revision, "c", None, workers, links=links, unlinked=unlinked)
+        return Membership(view, {each.name: None for each in workers}, **more)
 
     link = LinkReport("b", "a", "tcp", "path", 0.0, 1.0)
-    a, b, c = (member(name, Role.DECODE) for name in "abc")
-    before = Membership(5, (a, b), (link,), frozenset({("b", "a")}), links_id="id.1")
-    turned = member("b", Role.PREFILL)
-    after = Membership(6, (turned,), links_id="id.1", since=5).after(before)
-    assert after == Membership(6, (a, turned), (link,), frozenset({("b", "a")}), links_id="id.1")
-    assert after.members[0] is a and after.links is before.links
-    assert Membership(7, (c,), links_id="id.2", since=5, names=("c", "b")).after(before).members == (c, b)
-    assert Membership(7, (c,), links_id="id.2", since=5, names=("c", "b")).after(before).links == ()
+    a, b, c = (worker(name, Role.DECODE) for name in "abc")
+    before = membership(5, a, b, linked=True, links_id="id.1")
+    turned = worker("b", Role.PREFILL)
+    after = membership(6, turned, links_id="id.1", since=5).after(before)
+    assert after == membership(6, a, turned, linked=True, links_id="id.1")
+    assert after.view.workers[0] is a and after.view.links is before.view.links
+    other = membership(7, c, links_id="id.2", since=5, names=("c", "b")).after(before)
+    assert other.view.workers == (c, b) and other.handles == {"c": None, "b": None} and other.view.links == ()
 
 
 async def test_a_picture_changes_only_where_something_changed() -> None:

@@ -153,7 +153,7 @@ def test_links_are_sent_to_a_gateway_when_they_changed_and_not_with_every_revisi
 
         async def recorded(*args: Any) -> Membership:
             membership: Membership = await members(*args)
-            sent.append(len(membership.links))
+            sent.append(len(membership.view.links))
             return membership
 
         controller.target.members = recorded

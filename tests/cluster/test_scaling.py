@@ -319,8 +319,8 @@ async def test_a_restarted_controller_gets_workers_roles_and_adapters() -> None:
         await asyncio.sleep(0)
         await second.start(memory)
         membership = await asking
-        assert membership.revision > memory.revision and membership.adapters == (ADAPTER,)
-        assert [each.view.name for each in membership.members] == ["prefill-0", "decode-0", "decode-2", "decode-3"]
+        assert membership.revision > memory.revision and membership.view.adapters == (ADAPTER,)
+        assert [each.name for each in membership.view.workers] == ["prefill-0", "decode-0", "decode-2", "decode-3"]
         await until(second, ready("prefill-0", "decode-2", "decode-3"))
         roles = {each.name: each.role for each in second.view().workers}
         assert roles["decode-2"] is Role.PREFILL and roles["decode-3"] is Role.DECODE
