@@ -149,6 +149,9 @@ def _options(max_requests: int) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", _max_connections()),
         ("grpc.server_handshake_timeout_ms", round(OPENING_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+        # Of calls that wait to be read, which are many when a burst arrives, grpc cancels some at random beyond 1000.
+        ("grpc.server.max_pending_requests", max_requests + MAX_OTHER_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", 3 * (max_requests + MAX_OTHER_CALLS)),
         ("grpc.max_concurrent_streams", max_requests + 64),  # per connection; with room for health, admin, refusals
         ("grpc.so_reuseport", 0),  # a second server on the same port must fail
     ]

@@ -208,6 +208,13 @@ async def test_a_reflection_stream_without_a_message_is_ended(
         assert await code_of(stream) == grpc.StatusCode.OK
 
 
+@pytest.mark.full
+async def test_of_a_burst_of_as_many_requests_as_may_run_none_is_refused(open_client: OpenClient) -> None:
+    client = await open_client(max_requests=1400)
+    answers = await asyncio.gather(*(client.complete("hello", max_tokens=1) for _ in range(1400)))
+    assert {answer.text for answer in answers} == {"a"}
+
+
 async def test_calls_above_the_limit_are_refused(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_OTHER_CALLS", 2)
     client = await open_client(max_requests=1)
