@@ -31,14 +31,13 @@ from workers.engine.sequence import Sequence, State
 class Step(Protocol):
     """The step under construction. Sequences in transfer, or with all their tokens in flight, are not candidates."""
 
-    decodable: tuple[
-        Sequence, ...
-    ]  # running, their newest tokens to compute (one, and what a grammar forces behind it), longest wait first
-    unfinished: tuple[Sequence, ...]  # running, with prompt tokens still to order, oldest first
+    # Running, with only their newest tokens to compute: one, and those that a grammar forces. Longest wait first.
+    decodable: tuple[Sequence, ...]
+    unfinished: tuple[Sequence, ...]  # running, with prompt tokens still to schedule, oldest first
     inflight_decodes: list[Sequence]  # decodes that other steps compute meanwhile
     now_s: float  # when the step begins
     budget_left: int  # tokens of the budget not taken yet
-    prompt_share: int  # prompt tokens not taken yet of those that keep other stages waiting least; one stage: no bound
+    prompt_share: int  # prompt tokens that this step may still take, so that all stages have work; one stage: no bound
 
     @property
     def has_waiting(self) -> bool:
@@ -178,18 +177,19 @@ class Chunked:
 
 
 class Adaptive(Chunked):
-    """Chunked beside decodes. Without decodes, cutting helps no SLO: a prompt that ends in this step is not slowed down
-    by the beginning of another, as it would be if prompts were cut at the budget. A whole one joins it where the cost
-    model expects one step to be no longer than two.
+    """Chunked while there are decodes, else whole prompts.
 
-    A TPOT SLO bounds the mean over an answer, so tokens that came early leave time: a step may last until the first
-    of its streams would be behind, but no stream pauses for longer than `PAUSE` times its SLO. A single step uses
-    `ADAPTIVE_MARGIN` of the SLO, and several use `AHEAD`: a stream that pauses once, for a handoff or a step that
-    was not as short as predicted, could hardly catch up.
+    Without decodes, chunks help no SLO: a prompt that ends in this step would be slowed down by the first chunk of the
+    next one. Another whole prompt joins the step if the cost model expects one step to be no longer than two.
+
+    With decodes, a TPOT SLO bounds the mean over an answer, so tokens that came early allow a longer step. It may last
+    until the first stream would be behind, but no stream pauses for longer than `PAUSE` times its SLO. A single step
+    uses `ADAPTIVE_MARGIN` of the SLO, and several use `AHEAD`: a stream that pauses once, for a handoff or a step that
+    was longer than predicted, could hardly catch up.
 
     A stream whose KV arrives waits for the end of a step, so it is late before its first token here. While few streams
-    arrive, no step is longer than the SLO, and prompts pause until the new stream has caught up. Where this could
-    take more than `CATCH_UP_SHARE` of the time, prompts need that time, and nothing is done.
+    arrive, no step is longer than the SLO, and prompts pause until the new stream has caught up. They do not pause
+    where that could take more than `CATCH_UP_SHARE` of the time.
     """
 
     AHEAD = 0.92
