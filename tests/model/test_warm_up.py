@@ -4,9 +4,11 @@ import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.plans import mixed
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
@@ -21,7 +23,7 @@ from workers.config import EngineConfig
 from workers.engine.step import StepPlan
 from workers.executor import rank, warm_up
 from workers.executor.cuda_graphs import DecodeGraphs
-from workers.executor.device_sampler import sample_on_device
+from workers.executor.device_sampler import Sampled, agree, sample_on_device
 from workers.executor.kv_pool import KVPool
 from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.warm_up import compiling_steps
@@ -46,16 +48,21 @@ def three_layers(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 def test_requests_wait_for_no_kernel(
     three_layers: ModelFolder, attention: Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention and sampling by Triton, also in batches so large that spans are long."""
+    """Attention and sampling by Triton, of logits in half precision, also in batches so large that spans are long."""
     triton_paged = pytest.importorskip("workers.ops.triton_paged")
     from tests.model.kernel_variants import launched
 
     for name, size in {"PROGRAMS": 6, "SPLIT": 16, "LONG_SPLIT": 96}.items():
         monkeypatch.setattr(triton_paged, name, size)
-    monkeypatch.setattr(rank, "sample_rows", sample_on_device)
+
+    def sample_halves(logits: Tensor, *given: Any) -> Sampled:
+        return sample_on_device(logits.bfloat16(), *given)
+
+    monkeypatch.setattr(rank, "sample_rows", sample_halves)
     model = load_decoder(three_layers, CPU, torch.float32, attention=attention)
     pool = pool_for(model.config, 40, 8)
     with launched() as prepared:
+        assert agree(CPU, torch.bfloat16, model.config.vocab_size)  # before the first sample
         for plan in compiling_steps(ENGINE, CONTEXT, ()):
             compute(ModelPart(model), pool, plan)
     with launched() as needed:

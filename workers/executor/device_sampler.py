@@ -37,21 +37,24 @@ def sample_rows(logits: Tensor, draws: Sequence[Draw], allowed: Allowed = NOTHIN
 def _sampler(
     device: torch.device, dtype: torch.dtype, vocab_size: int
 ) -> Callable[[Tensor, Sequence[Draw], Allowed], Sampled]:
-    # Logits with penalties are float32.
-    works = device.type == "cuda" and all(_agrees(device, each, vocab_size) for each in {dtype, torch.float32})
-    return sample_on_device if works else sample_finite
+    return sample_on_device if device.type == "cuda" and agree(device, dtype, vocab_size) else sample_finite
+
+
+def agree(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
+    """Whether device and host sample the same tokens. Launches every kernel that a draw may need."""
+    return all(_agrees(device, each, vocab_size) for each in {dtype, torch.float32})  # penalties make it float32
 
 
 def _agrees(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
-    """Whether `sample_on_device` runs here and takes the host's tokens, with filters and a mask, and without."""
+    """Whether `sample_on_device` runs here and takes the host's tokens: plain, with filters, and with a mask too."""
     logits = (3 * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(0))).to(dtype)
     plain = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(temperature=0.7)]
     filtered = [SamplingParams(top_p=0.9), SamplingParams(top_k=50), SamplingParams(min_p=0.1)]
     try:
-        for params in (plain, plain + filtered):
+        mask = {1: np.full(-(-vocab_size // 32), 0x5A5A5A5A, np.int32)}
+        for params, masks in ((plain, NOTHING), (plain + filtered, NOTHING), (plain + filtered, mask)):
             draws = [Draw(each, 2**64 - 1, position) for position, each in enumerate(params)]
             rows = logits[: len(draws)]
-            masks = {} if params is plain else {1: np.full(-(-vocab_size // 32), 0x5A5A5A5A, np.int32)}
             if sample_on_device(rows.to(device), draws, masks)[0] != sample(rows, draws, masks)[0]:
                 logger.warning("sampling gives wrong tokens on %s; tokens are sampled on the host", device)
                 return False
