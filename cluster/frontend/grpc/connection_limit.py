@@ -97,7 +97,11 @@ def _socket_inode(file: int) -> int:
 
 def _shut_down(file: int, inode: int) -> None:
     """Unless it was closed meanwhile: its number may then be that of another file."""
-    held = os.dup(file)
+    try:
+        held = os.dup(file)
+    except OSError as error:
+        logger.debug("connection %d has ended: %s", inode, error)
+        return
     if _socket_inode(held) != inode:
         os.close(held)
         return
