@@ -29,7 +29,7 @@ from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.warm_up import compiling_steps
 from workers.model.folder import ModelFolder
 from workers.model.load import load_decoder
-from workers.ops.attention import TRITON, TRITON_INVARIANT, Attention
+from workers.ops.attention import SDPA, TRITON, TRITON_INVARIANT, Attention
 
 CPU = torch.device("cpu")
 CONTEXT = 512
@@ -70,6 +70,27 @@ def test_requests_wait_for_no_kernel(
             compute(ModelPart(model), pool, plan)
     assert not needed - prepared
     assert len(needed) >= 9 and {kernel for kernel, *_ in needed} == {kernel for kernel, *_ in prepared}
+
+
+@pytest.mark.full
+def test_requests_wait_for_no_kernel_between_attention_and_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With norms of queries and keys."""
+    pytest.importorskip("triton")
+    from tests.model.kernel_variants import launched
+
+    folder = ModelFolder("tiny", write_family(tmp_path / "m", "qwen 3"))
+    model = load_decoder(folder, CPU, torch.float32, attention=SDPA)
+    pool = pool_for(model.config, 40, 8)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    with launched() as prepared:
+        for plan in compiling_steps(ENGINE, CONTEXT, ()):
+            compute(ModelPart(model), pool, plan)
+    with launched() as needed:
+        for plan in mixed(4, range(RESERVED_BLOCKS, 40), 8):
+            compute(ModelPart(model), pool, plan)
+    assert needed == prepared and {kernel for kernel, *_ in needed} == {"_rms_norm", "_gated", "_rotate"}
 
 
 @pytest.mark.parametrize("max_running", [3, 4])
