@@ -1,11 +1,11 @@
 """The program behind `hosted`: serves clusters in this process until its input ends, and prints their endpoints.
 
-Its argument is a JSON file: {"runtime": "ray" | "local" | "server", "specs": [...]}. All clusters share one Ray.
-"local" runs everything in this process; "server" is the gRPC server alone, over a stub dispatcher.
+Its argument is a file with a pickled pair: "ray", "local" or "server", and the cluster specs. All clusters share one
+Ray. "local" runs everything in this process; "server" is the gRPC server alone, over a stub dispatcher.
 """
 
 import asyncio
-import json
+import pickle
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,7 +16,6 @@ from cluster.frontend.context import GatewayContext
 from cluster.frontend.servers import open_servers
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
-from cluster.spec_file import parse_spec
 from diptych.view import ModelView
 
 VOCABULARY, CONTEXT = 1000, 4096
@@ -47,5 +46,4 @@ async def _open_stub(spec: ClusterSpec, clusters: AsyncExitStack) -> str:
 
 
 if __name__ == "__main__":
-    options = json.loads(Path(sys.argv[1]).read_text())
-    asyncio.run(host(options["runtime"], [parse_spec(each) for each in options["specs"]]))
+    asyncio.run(host(*pickle.loads(Path(sys.argv[1]).read_bytes())))

@@ -1,13 +1,12 @@
 """Clusters to be measured, in a process of their own, so that the load generator's time is not counted as theirs."""
 
+import pickle
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import msgspec
 
 from cluster.offline.load.processes import Child
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Resources, Role
@@ -54,8 +53,8 @@ def refuse_foreign_ray(environment: dict[str, str]) -> None:
 def hosted(specs: Sequence[ClusterSpec], runtime: str = "ray") -> Iterator[Hosted]:
     """Start the clusters; stop them on exit. Raises `ProcessFailed` when they do not start."""
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
-        options = Path(folder) / "options.json"
-        options.write_bytes(msgspec.json.encode({"runtime": runtime, "specs": list(specs)}, enc_hook=int))
+        options = Path(folder) / "options.pickle"
+        options.write_bytes(pickle.dumps((runtime, list(specs))))
         with Child([sys.executable, "-m", "benchmarks.cluster_host", str(options)]) as child:
             endpoints = {}
             for spec in specs:

@@ -7,12 +7,12 @@ python -m benchmarks.control_plane.measured_process gateway NAME CONTROLLER_PORT
 
 import asyncio
 import gc
+import pickle
 import random
 import sys
 import time
 from pathlib import Path
 
-import msgspec
 from msgspec import structs
 
 from benchmarks.control_plane.calls import RemoteService, listen
@@ -25,7 +25,6 @@ from cluster.join import spec_and_models
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.router import PlacementQuery
 from cluster.spec import ClusterSpec
-from cluster.spec_file import parse_spec
 from diptych.view import WorkerState
 from workers.request import SLO, Request, SamplingParams
 
@@ -34,7 +33,9 @@ START_S = 600.0
 
 
 def load(spec_file: str) -> ClusterSpec:
-    return parse_spec(msgspec.json.decode(Path(spec_file).read_bytes()))
+    spec = pickle.loads(Path(spec_file).read_bytes())
+    assert isinstance(spec, ClusterSpec)
+    return spec
 
 
 class MeasuredGateway:

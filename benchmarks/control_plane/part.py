@@ -8,6 +8,7 @@ which are most of the idle CPU. Decisions are timed by their CPU too, so that no
 """
 
 import asyncio
+import pickle
 import sys
 import tempfile
 import time
@@ -16,7 +17,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from benchmarks.control_plane.calls import RemoteService
@@ -85,8 +85,8 @@ def sample(workers: int, gateways: int, quick: bool, progress: Progress) -> Cont
     """Start a cluster in processes of its own, and measure it."""
     with ExitStack() as undo:
         folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="diptych-bench-"))
-        spec_file = Path(folder) / "spec.json"
-        spec_file.write_bytes(msgspec.json.encode(spec_of(workers)))
+        spec_file = Path(folder) / "spec.pickle"
+        spec_file.write_bytes(pickle.dumps(spec_of(workers)))
         hosts = [_started(undo, "workers") for _ in range(WORKER_HOSTS)]
         controller = _started(undo, "controller", str(spec_file), *(str(port) for _, port in hosts))
         names = [f"gateway-{index}" for index in range(gateways)]

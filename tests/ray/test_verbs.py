@@ -33,8 +33,8 @@ def test_a_method_on_the_wire_has_the_types_and_defaults_of_the_worker(name: str
     hints = get_type_hints(method)
     _, *parameters = inspect.signature(method).parameters.values()
     if name == "subscribe":  # the server gives the callbacks
-        parameters = [each for each in parameters if each.name not in ("on_outputs", "room", "late")]
-        del hints["on_outputs"], hints["room"], hints["late"]
+        parameters = [each for each in parameters if each.name not in ("on_outputs", "room", "deferred")]
+        del hints["on_outputs"], hints["room"], hints["deferred"]
     assert {**fields, "return": result or type(None)} == hints
     assert list(fields) == [each.name for each in parameters]
     defaults = [each.default for each in msgspec.structs.fields(CALLS[name])]
