@@ -165,11 +165,11 @@ def callers() -> list[socket.socket]:
 
 @contextlib.contextmanager
 def no_descriptors_left() -> Iterator[None]:
-    """As in a process that has used them all."""
+    """As in a process that has used them all: one that other threads close meanwhile is above the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         with contextlib.suppress(OSError):
             while True:
                 taken.append(os.dup(0))
