@@ -22,7 +22,7 @@ class AddressLimit:
         """One more call of this address, or RESOURCE_EXHAUSTED, which raises grpc's `AbortError`."""
         address = context.peer().rpartition(":")[0]  # without the port
         if self._calls[address] >= self._max_calls:
-            rule = f"{self._max_calls} such calls of this address run; end some of them first"
+            rule = f"this address has {self._max_calls} such calls, the most allowed; end some of them first"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, rule)
         self._calls[address] += 1
         try:

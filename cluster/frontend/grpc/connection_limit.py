@@ -15,17 +15,16 @@ from urllib.parse import unquote
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS_PER_ADDRESS = 1024  # and at most a quarter of all; a proxy is one address
 COUNT_S = 1.0  # nothing tells when grpc accepts a connection
 FILES = "/proc/self/fd"
 
 
 class ConnectionLimit:
-    """Owned by the server that listens on `port`, once it does. `max_connections`: of all addresses together."""
+    """Owned by the server that listens on `port`, once it does. `max_per_address`: connections of an address."""
 
-    def __init__(self, max_connections: int, port: int = 0) -> None:
+    def __init__(self, max_per_address: int, port: int = 0) -> None:
         self.port = port
-        self._max_per_address = min(MAX_CONNECTIONS_PER_ADDRESS, max(1, max_connections // 4))
+        self._max_per_address = max_per_address
         self._hosts: dict[int, str | None] = {}  # of each open socket by its inode, oldest first; None: not of the port
 
     async def run(self) -> None:

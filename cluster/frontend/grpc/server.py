@@ -6,7 +6,6 @@ Knows ports and server options; knows no request.
 import asyncio
 import errno
 import os
-import resource
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
 from cluster.frontend.auth import Authenticator, Tls
+from cluster.frontend.connection_limits import connection_limits
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.grpc.connection_limit import ConnectionLimit
@@ -29,7 +29,6 @@ from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, SERVER_SIZES
 
 OPENING_S = 10.0  # for the TLS handshake and the first HTTP/2 frame
 IDLE_S = 300.0  # a connection without calls is closed after this; clients reconnect by themselves
-MAX_CONNECTIONS = 4096  # or a quarter of the process's limit of open files, if that is less
 MAX_OTHER_CALLS = 2048  # besides requests that run: refusals, calls without a message yet, health, admin
 CUT_S = 0.5  # for the final statuses of cancelled requests
 
@@ -68,7 +67,8 @@ class GrpcServer:
             pools.append(PreprocessingPool(load))
             gateways.append(Gateway(context, tokenizer, pools[-1]))
         models = self._models = ServedModels(self._context, gateways)
-        connections = ConnectionLimit(_max_connections())
+        most, per_address = connection_limits(4)
+        connections = ConnectionLimit(per_address)
         interceptors: list[grpc.aio.ServerInterceptor] = [
             MessageInterceptor(models.max_requests, connections.close),
             ResponseInterceptor(models),
@@ -77,7 +77,7 @@ class GrpcServer:
             interceptors.append(KeyInterceptor(self.guard))
         server = grpc.aio.server(
             interceptors=interceptors,
-            options=_options(models.max_requests),
+            options=_options(models.max_requests, most),
             maximum_concurrent_rpcs=models.max_requests + MAX_OTHER_CALLS,
         )
         add_inference_service(InferenceService(models, self.guard), server)
@@ -107,12 +107,12 @@ class GrpcServer:
     async def close(self, grace_s: float) -> None:
         """`drain`, then close the gateways, which cancels what still runs. May be called twice, or before `open`."""
         await self.drain(grace_s)
+        if self._limiting is not None:
+            self._limiting.cancel()
         if self._models is not None:
             await self._models.close()
         if self._stopping is not None:
             await self._stopping
-        if self._limiting is not None:
-            self._limiting.cancel()
 
 
 def _credentials(guard: Authenticator) -> grpc.ServerCredentials | None:
@@ -141,12 +141,12 @@ def _certificates(tls: Tls) -> Any:
     return grpc.ssl_server_certificate_configuration([(tls.key, tls.certificate)], tls.client_ca)
 
 
-def _options(max_requests: int) -> list[tuple[str, int]]:
+def _options(max_requests: int, max_connections: int) -> list[tuple[str, int]]:
     return [
         *SERVER_SIZES,
         *KEEPALIVE,
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # by default grpc treats our keepalives as abuse
-        ("grpc.max_allowed_incoming_connections", _max_connections()),
+        ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", round(OPENING_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
         # Of calls that wait to be read, which are many when a burst arrives, grpc cancels some at random beyond 1000.
@@ -155,11 +155,6 @@ def _options(max_requests: int) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", max_requests + 64),  # per connection; with room for health, admin, refusals
         ("grpc.so_reuseport", 0),  # a second server on the same port must fail
     ]
-
-
-def _max_connections() -> int:
-    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if open_files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, open_files // 4)
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:

@@ -7,16 +7,15 @@ only.
 import errno
 import logging
 import os
-import resource
 import socket
 import weakref
 from collections import Counter
 from typing import Any
 
+from cluster.frontend.connection_limits import connection_limits
+
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 4096  # or half of the process's limit of open files, if that is less
-MAX_CONNECTIONS_PER_ADDRESS = 1024  # and at most a quarter of all; a proxy is one address
 REFUSED_AT_ONCE = 64  # then other callbacks of the loop run
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # of these, asyncio tries again after a second
 DEAD_S = 40.0  # a dead network ends a connection, as over gRPC
@@ -33,10 +32,7 @@ class Listener(socket.socket):
 
     def __init__(self, family: int, kind: int, protocol: int) -> None:
         super().__init__(family, kind, protocol)
-        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        unlimited = open_files == resource.RLIM_INFINITY
-        self._max = MAX_CONNECTIONS if unlimited else min(MAX_CONNECTIONS, open_files // 2)
-        self._max_per_address = min(MAX_CONNECTIONS_PER_ADDRESS, self._max // 4)
+        self._max, self._max_per_address = connection_limits(2)
         self._open: Counter[str] = Counter()  # by client address
         self._is_exhausted = False
 

@@ -92,13 +92,13 @@ class RemoteWorker:
 
     def __init__(self, worker: WorkerHandle, call_s: float, stale_s: float = 0.0) -> None:
         self.worker = worker
-        self._stub: WorkerStub | None = None  # of `worker`, once somebody has connected
+        self._target: WorkerHandle | WorkerStub = worker  # of calls: the handle's `start`, then the worker's
         self._half_s = call_s / 2
         self._stale_s = stale_s
         self._history: deque[tuple[float, WorkerStats]] = deque()
 
     def at(self, incarnation: str) -> WorkerStub:
-        self._stub = self.worker.at(incarnation)  # raises if that one is gone
+        self._target = self.worker.at(incarnation)  # raises if that one is gone
         return cast(WorkerStub, self)
 
     async def subscribe(
@@ -126,7 +126,7 @@ class RemoteWorker:
         return call
 
     async def _call(self, name: str, *args: Any) -> Any:
-        verb: Callable[..., Awaitable[Any]] = getattr(self.worker if name == "start" else self._stub, name)
+        verb: Callable[..., Awaitable[Any]] = getattr(self._target, name)
         await asyncio.sleep(self._half_s)
         try:
             return await verb(*args)

@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from cluster.frontend import connection_limits
 from cluster.frontend.grpc import connection_limit, interceptors, sender, server, standard_services
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
@@ -59,7 +60,7 @@ async def test_an_idle_connection_is_closed_and_its_client_reconnects(
 
 
 async def test_connections_above_the_limit_are_closed(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 2)
     client = await open_client()
     assert (await client.complete("hello", max_tokens=1)).text == "a"
     strangers = [await connected(client) for _ in range(8)]
@@ -73,7 +74,7 @@ async def test_connections_above_the_limit_are_closed(open_client: OpenClient, m
 async def test_one_address_cannot_hold_all_connections(
     open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS_PER_ADDRESS", 3)
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS_PER_ADDRESS", 3)
     monkeypatch.setattr(connection_limit, "COUNT_S", 0.05)
     client = await open_client()
     call = silent_call(client._channel, GENERATE)
@@ -91,10 +92,9 @@ async def test_one_address_cannot_hold_all_connections(
     await asyncio.wait(ended)
 
 
-def test_the_newest_connections_of_an_address_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS_PER_ADDRESS", 2)
+def test_the_newest_connections_of_an_address_are_closed() -> None:
     with ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listening:
-        limit = connection_limit.ConnectionLimit(4096, listening.getsockname()[1])
+        limit = connection_limit.ConnectionLimit(2, listening.getsockname()[1])
 
         def connect() -> tuple[socket.socket, socket.socket]:
             client = opened.enter_context(socket.create_connection(listening.getsockname()))
@@ -168,7 +168,7 @@ async def test_one_address_cannot_hold_all_calls_with_answers_that_it_does_not_t
     writer.write(checks_without_window(7))
     received = b""
     async with asyncio.timeout(30.0):
-        while received.count(b"such calls of this address run") < 3:
+        while received.count(b"such calls, the most allowed") < 3:
             received += await reader.read(4096)
     assert (await client.complete("hello", max_tokens=1)).text == "a"
     writer.close()

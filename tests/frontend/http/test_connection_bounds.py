@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.frontend import connection_limits
 from cluster.frontend.http import connection, listener, server
 from cluster.frontend.http.server import HttpServer
 from cluster.frontend.servers import Servers
@@ -149,7 +150,7 @@ async def test_a_connection_continues_after_a_refused_body(there: Clients, monke
 async def test_connections_are_limited_per_address(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(listener, "MAX_CONNECTIONS_PER_ADDRESS", 2)
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS_PER_ADDRESS", 2)
     async with opened(dispatcher) as (there, servers):
         url, whole = servers.http_url, head(len(BODY), "connection: close") + BODY
         async with raw(url):
@@ -164,7 +165,7 @@ async def test_connections_are_limited_per_address(
 
 @pytest.mark.parametrize(("most", "open_files"), [(8, 1 << 20), (4096, 16)], ids=["constant", "open files"])
 def test_connections_are_limited_in_all(monkeypatch: pytest.MonkeyPatch, most: int, open_files: int) -> None:
-    monkeypatch.setattr(listener, "MAX_CONNECTIONS", most)
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", most)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (open_files, open_files))
     opened = listener.listen("127.0.0.1", 0)
     opened.setblocking(True)
@@ -199,7 +200,7 @@ async def test_without_descriptors_it_says_so_once_a_second_and_then_accepts_aga
 async def test_an_unfinished_tls_handshake_counts_as_a_connection(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(listener, "MAX_CONNECTIONS_PER_ADDRESS", 1)
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS_PER_ADDRESS", 1)
     async with (
         guarded(dispatcher, **Files.made(tmp_path).tls) as http_server,
         raw(http_server.url),
